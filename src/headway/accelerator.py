@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from headway.checkpoint.resume.arguments import check_load_arguments, check_save_arguments
-from headway.checkpoint.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
+from headway.checkpoint.resume.checkpoints import Checkpoints, LoadHook, SaveHook
 from headway.checkpoint.resume.restored import Restored
 from headway.checkpoint.resume.run import RunState
 from headway.common import scope, traces
@@ -892,7 +893,7 @@ class Accelerator(RankAware):
         """
         self._checkpoints.register(objects)
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` in each save, on every rank, before anything is written.
 
         Files it writes into the folder belong to the checkpoint; a model whose entry it takes out of `weights` (one dict
@@ -900,7 +901,7 @@ class Accelerator(RankAware):
         """
         return self._checkpoints.add_save_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` in each load; a model it takes out of the list is not loaded."""
         return self._checkpoints.add_load_hook(hook)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from headway import Accelerator, ShardingOptions, TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded.gradients import is_distributed
+from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import LENGTH, PADDING, gpt, llama, seeded, text
 
 
@@ -43,7 +43,7 @@ def compare_gradients(model: nn.Module, whole: nn.Module, least: float) -> None:
     largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
-        grad = grad.full_tensor() if is_distributed(grad) else grad
+        grad = grad.full_tensor() if is_dtensor(grad) else grad
         assert float((grad - wanted[name]).abs().max()) <= least * largest, name
 
 
@@ -125,7 +125,7 @@ def nothing_stays() -> None:
     with running(kwargs_handlers=[ShardingOptions(forward_methods=("missing",))]) as accelerator:
         with pytest.raises(PrepareError, match="has no such method"):
             accelerator.prepare(model)
-        assert not accelerator.strategy._contexts  # type: ignore[attr-defined]
+        assert not accelerator.strategy._prepared  # type: ignore[attr-defined]
         assert not any("_headway_attention" in module.__dict__ for module in model.modules())
         hooks = [hook for block in model.blocks for hook in block._forward_pre_hooks.values()]
         assert not any(isinstance(getattr(hook, "__self__", None), ContextParallel) for hook in hooks)

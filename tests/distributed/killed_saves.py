@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.loading.files import read_tensors, verify
+from headway.checkpoint.loading.files import verify
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
+from tests.unit.checkpoint.reading import read_tensors
 
 CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
 VARIANTS = {

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.strategies.fully_sharded.gradients import is_distributed
+from headway.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37
@@ -247,7 +247,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach()
-        tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+        tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
         whole[name] = (tensor if tensor.is_meta else tensor.cpu()).clone()  # type: ignore[attr-defined]
     return whole
 

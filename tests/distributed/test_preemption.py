@@ -260,7 +260,7 @@ def slowed(folder):
                     time.sleep(0.7 if has_struck else 0.0)
                     has_struck = True
     except Preempted:
-        return accelerator.num_updates, accelerator._run_state.is_unfinished
+        return accelerator.num_updates, accelerator._run_state.windows.is_unfinished
     finally:
         stopping.SOON = 5.0
 

@@ -11,8 +11,9 @@ from headway import ShardingOptions, init_empty_weights
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import values
-from headway.strategies.fully_sharded.gradients import is_distributed, local
+from headway.strategies.fully_sharded.gradients import local
 from headway.strategies.fully_sharded.units import find_units
+from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
@@ -154,7 +155,7 @@ def formats() -> None:
     accelerator = start(kwargs_handlers=[ShardingOptions(param_dtype="bf16", output_dtype="float32")])
     model = accelerator.prepare(seeded(0, GPT))
     assert model(text()).dtype == torch.float32
-    assert model.tokens.weight.dtype == torch.float32 or not is_distributed(model.tokens.weight)
+    assert model.tokens.weight.dtype == torch.float32 or not is_dtensor(model.tokens.weight)
     accelerator.free_memory()
 
 

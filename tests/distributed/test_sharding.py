@@ -10,7 +10,8 @@ from torch import nn
 from headway import GradientAccumulationPlugin, ShardingOptions
 from headway.errors import StateError
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.gradients import is_distributed, local
+from headway.strategies.fully_sharded.gradients import local
+from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
@@ -53,7 +54,7 @@ def trap_not_finite_on_one_rank() -> None:
     for norm_type in (2.0, 1.0, float("inf")):
         found = accelerator.strategy.total_norm(list(model.parameters()), norm_type)
         expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)  # type: ignore[misc]
-        assert not is_distributed(found)
+        assert not is_dtensor(found)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     accelerator.free_memory()
 
@@ -111,7 +112,7 @@ def trap_after_evaluation() -> None:
     assert [id(p) for p in model.parameters()] == parts
     model(text())
     exported = dict(accelerator.strategy.export_state(model))
-    assert all(is_distributed(tensor) for tensor in exported.values())
+    assert all(is_dtensor(tensor) for tensor in exported.values())
     assert list(exported) == list(seeded(0, GPT).state_dict())
     accelerator.free_memory()
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from headway import Accelerator, ActivationCheckpointing, TensorParallelOptions
 from headway.errors import DataError, PrepareError
 from headway.strategies.fully_sharded import gradients
-from headway.strategies.fully_sharded.gradients import is_distributed, local
+from headway.strategies.fully_sharded.gradients import local
 from headway.strategies.tensor.tensor_parallel import TensorParallel
+from headway.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT, GPT_PLAN
@@ -52,7 +53,7 @@ TABLE = {
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def crc(tensor: torch.Tensor) -> int:
@@ -359,8 +360,8 @@ def odd_sequence() -> None:
     TensorParallel(model, mesh(), replace(GIVEN, sequence_parallel=True))
     with pytest.raises(DataError, match="length 11"):
         model(ids(length=11))
-    assert is_distributed(model.norm.weight)
-    assert is_distributed(model.blocks[0].attention.out.bias)
+    assert is_dtensor(model.norm.weight)
+    assert is_dtensor(model.blocks[0].attention.out.bias)
     model(ids())
 
 
@@ -369,7 +370,7 @@ def wrong_heads() -> None:
     before = {n: p.clone() for n, p in model.named_parameters()}
     with pytest.raises(PrepareError, match=r"num_key_value_heads|2 heads"):
         TensorParallel(model, mesh(), OWN)
-    assert all(torch.equal(p, before[n]) and not is_distributed(p) for n, p in model.named_parameters())
+    assert all(torch.equal(p, before[n]) and not is_dtensor(p) for n, p in model.named_parameters())
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:

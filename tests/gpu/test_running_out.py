@@ -10,7 +10,7 @@ from headway import Accelerator, MemoryMonitor
 from headway.memory.free import free_bytes
 from headway.memory.peaks import PeakReader
 from headway.runtime.device import HARDWARE
-from headway.training.replay.headroom import AllocatorPressure
+from headway.training.replay.allocator import AllocatorPressure
 from headway.training.replay.trial import Materialised
 
 pytestmark = [

@@ -18,7 +18,7 @@ SOURCE = Path(headway.__file__).parent
 FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/run.py"}
 """The loader, what it reads from, how rounds are cut; where a window begins is noted for a save in its middle."""
 WAY = {
-    "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/single.py", "precision/base.py",
+    "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/base.py", "precision/base.py",
     "training/prepared/optimizer.py", "training/prepared/scheduler.py",
 }  # fmt: skip
 

@@ -110,7 +110,7 @@ class Run:
             self.loader.state_dict(), self.loader.seed, state.epoch, state.run_id, state.clock.num_updates,
             self.accelerator.gradient_accumulation_steps, [each.num_updates for each in self.optimizers],
             sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state._read_streams(),
-            state._accumulation.nominal_weights(state.models), state._precision.state_dict(),
+            state.windows.nominal_weights(state.models), state._precision.state_dict(),
         ]  # fmt: skip
         return hashlib.sha256(pickle.dumps(_plain(found))).hexdigest()
 

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, TensorParallelOptions
-from headway.strategies.fully_sharded.gradients import is_distributed
+from headway.weights.pieces import is_dtensor
 
 ROWS, STEPS, WINDOW = 32, 2, 8
 """Rows of data, micro-batches per update, rows per update on all ranks together."""
@@ -140,4 +140,4 @@ def numbers(found: Any) -> list[torch.Tensor]:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if is_distributed(tensor) else tensor).double().clone()  # type: ignore[attr-defined]
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).double().clone()  # type: ignore[attr-defined]

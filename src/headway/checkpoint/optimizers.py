@@ -1,12 +1,11 @@
 """An optimizer's state by the names of its parameters, and back: in its own dtypes and types, whatever torch casts."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from headway.checkpoint.format.values import decode, encode, is_object
+from headway.checkpoint.format.values import decode, encode, is_object, map_items
 from headway.checkpoint.quantised import quantise, values_of
 from headway.errors import CheckpointError
 
@@ -194,15 +193,7 @@ def _exact(wanted: Any, loaded: Any, device: torch.device) -> Any:
 
 def _moved(value: Any, device: torch.device) -> Any:
     """The same value with its tensors on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, deque):
-        return deque((_moved(item, device) for item in value), value.maxlen)
-    if isinstance(value, dict):
-        made = value.copy()
-        made.update({key: _moved(item, device) for key, item in value.items()})
-        return made
-    return type(value)([_moved(item, device) for item in value]) if isinstance(value, list | tuple) else value
+    return value.to(device) if isinstance(value, torch.Tensor) else map_items(lambda item: _moved(item, device), value)
 
 
 def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -210,7 +201,7 @@ def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     state = getattr(optimizer, "state", {})
-    entries = [(key, value, _shallow(value)) for key, value in state.items()]
+    entries = [(key, value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()]
 
     def back() -> None:
         vars(optimizer).clear()
@@ -227,7 +218,3 @@ def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             state[key] = value
 
     return back
-
-
-def _shallow(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value

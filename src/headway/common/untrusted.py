@@ -17,6 +17,8 @@ _KINDS = {
 }
 
 
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
+"""What may come of making something of a value that may be anything."""
 _LONGEST = 100
 """Characters of a value that an error shows."""
 

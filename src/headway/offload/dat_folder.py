@@ -20,7 +20,7 @@ from headway.common.untrusted import parse_json, printable, read_regular, shown
 from headway.errors import CheckpointError, ConfigError
 from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
 from headway.weights.names import assign, places_of, tied_groups
-from headway.weights.shards import MAX_HEADER
+from headway.weights.shards import MAX_HEADER, dtype_name
 
 INDEX = "index.json"
 _MOST = 2**60
@@ -53,7 +53,7 @@ def offload_weight(
         if plain.numel():
             file.write(plain.flatten().view(torch.uint8).numpy().data)
     if index is not None:
-        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+        index[weight_name] = {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
     return index
 
 
@@ -211,7 +211,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return False
         info = self.index[key]
         if info.get("safetensors_file") is None:
-            return info.get("dtype") == str(dtype).removeprefix("torch.")
+            return info.get("dtype") == dtype_name(dtype)
         stored = self._stored(key, info)
         return stored.is_mapped and stored.dtype == dtype
 

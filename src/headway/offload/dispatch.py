@@ -188,12 +188,17 @@ def disk_offload(
     )
 
 
-def _accelerator(given: Device | torch.device | None) -> torch.device:
-    if given is not None:
-        return compute_device(given, "execution_device")
+def default_device() -> torch.device:
+    """This process's accelerator; the CPU where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     # With its index: without one it would be the first device on every rank.
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _accelerator(given: Device | torch.device | None) -> torch.device:
+    if given is not None:
+        return compute_device(given, "execution_device")
+    return default_device()
 
 
 def _fill(

@@ -17,10 +17,10 @@ from headway.offload.placement.homes import CPU, DISK, Home, Placement
 from headway.offload.readahead import ReadAhead
 from headway.offload.spread import EXECUTION
 from headway.offload.stream import DeviceStream
-from headway.offload.transport import Transport, transport_to
+from headway.offload.transport import HostTransport, transport_to
 from headway.runtime.collectives.tree import tensors, to_device
 from headway.runtime.side_streams import StreamPoint
-from headway.weights.names import TensorLocation, is_mapped, places_of
+from headway.weights.names import TensorLocation, is_mapped, own_places, places_of
 
 logger = get_logger(__name__)
 
@@ -47,15 +47,15 @@ class Execution:
         placement: Placement,
         skip_keys: list[str],
         preload: list[str],
-        transport: Transport | None = None,
+        transport: HostTransport | None = None,
     ) -> None:
         self.model = model
         self._placement = placement
         self._skip_keys = frozenset(skip_keys)
         self._handles: list[Any] = []
         self._came_from: list[torch.device | None] = []
-        self._begun: list[_Begun] = []
-        self._ended: deque[_Ended] = deque()
+        self._begun: list[_Forward] = []
+        self._ended: deque[_Forward] = deque()
         self.pace = ThroughputRatio()
         main, homes = placement.main, placement.homes
         streams = main != CPU or transport is not None
@@ -124,15 +124,16 @@ class Execution:
     def _begin(self, module: nn.Module, args: object) -> None:
         assert self.stream is not None
         self.settle()
-        self._begun.append(_Begun(time.perf_counter(), self._mark(), self.stream.traffic.num_bytes))
+        self._begun.append(_Forward(time.perf_counter(), self._mark(), self.stream.traffic.num_bytes))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         assert self.stream is not None
         if not self._begun:
             return
-        begun = self._begun.pop()
-        moved = self.stream.traffic.num_bytes - begun.num_bytes
-        self._ended.append(_Ended(begun, time.perf_counter(), self._mark(), moved))
+        forward = self._begun.pop()
+        forward.seconds = time.perf_counter() - forward.begun
+        forward.end, forward.moved = self._mark(), self.stream.traffic.num_bytes - forward.before
+        self._ended.append(forward)
         self.settle()
 
     def _mark(self) -> StreamPoint | None:
@@ -147,40 +148,32 @@ class Execution:
         assert self.stream is not None
         while self._ended:
             ended = self._ended[0]
-            if ended.mark is not None and is_awaited:
-                ended.mark.wait()
-            if ended.mark is not None and not ended.mark.is_reached():
+            if ended.end is not None and is_awaited:
+                ended.end.wait()
+            if ended.end is not None and not ended.end.is_reached():
                 return
             self._ended.popleft()
-            self.pace.note(ended.seconds(), ended.moved, self.stream.traffic.bandwidth)
+            self.pace.note(ended.duration(), ended.moved, self.stream.traffic.bandwidth)
             if self.pace.num_passes == 2:  # the first one also learns the order
                 logger.info("%s", self.pace.words())
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A forward that has been called: when, how far the device's queue had come, and what had moved until then."""
+@dataclass
+class _Forward:
+    """A forward: when it was called, how far the device's queue had come then and at its end, and the bytes that had moved before
+    and did meanwhile."""
 
-    time: float
-    mark: StreamPoint | None
-    num_bytes: int
+    begun: float
+    start: StreamPoint | None
+    before: int
+    moved: int = 0
+    seconds: float = 0.0
+    end: StreamPoint | None = None
 
-
-@dataclass(frozen=True)
-class _Ended:
-    """A forward that has returned: `moved` bytes were copied or read meanwhile."""
-
-    begun: _Begun
-    time: float
-    mark: StreamPoint | None
-    moved: int
-
-    def seconds(self) -> float:
-        """It took so long: on the device where that tells, else until it returned."""
-        on_device = None
-        if self.begun.mark is not None and self.mark is not None:
-            on_device = self.begun.mark.seconds_until(self.mark)
-        return self.time - self.begun.time if on_device is None else on_device
+    def duration(self) -> float:
+        """On the device where that tells, else until it returned."""
+        on_device = self.start.seconds_until(self.end) if self.start is not None and self.end is not None else None
+        return self.seconds if on_device is None else on_device
 
 
 class ThroughputRatio:
@@ -262,8 +255,7 @@ def _units(
 
 def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
     """The module's own tensors that are not where it runs: in files (used there), or anywhere in the host's memory."""
-    own = [TensorLocation(module, leaf, True) for leaf, tensor in module._parameters.items() if tensor is not None]
-    own += [TensorLocation(module, leaf, False) for leaf, tensor in module._buffers.items() if tensor is not None]
+    own = own_places(module)
     if streams:
         return [place for place in own if homes.get(dot + place.leaf) in (DISK, CPU)]
     return [place for place in own if homes.get(dot + place.leaf) == DISK and is_mapped(place.tensor)]

@@ -8,11 +8,11 @@ from torch import nn
 
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.offload.dispatch import dispatch_model
+from headway.offload.dispatch import default_device, dispatch_model
 from headway.offload.load import load_checkpoint_in_model
 from headway.offload.placement.budget import Device
 from headway.offload.placement.device_map import device_of, resolve_device_map
-from headway.offload.placement.homes import settle
+from headway.offload.placement.homes import Placement, settle
 from headway.offload.quantisation import BnbQuantizationConfig, Quantization, get_keys_to_not_convert
 
 log = get_logger(__name__)
@@ -60,27 +60,19 @@ def load_and_quantize_model(
         for name, each in model.named_modules()
         if type(each) is nn.Linear and not _is_of(name, (*skipped, *in_fp32)) and config.takes(each)
     ]
-    return _quantised(model, config, names, device_map, no_split_module_classes, max_memory, offload_folder)
-
-
-def _quantised(
-    model: nn.Module,
-    config: Quantization,
-    names: list[str],
-    device_map: str | Mapping[str, Device | torch.device] | None,
-    no_split: list[str] | None,
-    max_memory: Mapping[Device, int | str] | None,
-    folder: str | Path | None,
-) -> nn.Module:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    default = (
-        torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
-    )
+    default = default_device()
     given = default if device_map is None else device_map
-    if isinstance(given, str) and max_memory is None and found is None:
+    if isinstance(given, str) and max_memory is None and default.type == "cpu":
         given = "cpu"
-    placed = settle(model, resolve_device_map(model, given, max_memory, no_split))
-    away = {name for name in names if _is_away(device_of(placed.device_map, name), placed.main)}
+    placed = settle(model, resolve_device_map(model, given, max_memory, no_split_module_classes))
+    _quantise(model, config, names, placed, device_map)
+    return dispatch_model(model, placed.device_map, offload_dir=offload_folder)
+
+
+def _quantise(model: nn.Module, config: Quantization, names: list[str], placed: Placement, device_map: object) -> None:
+    """Those of the layers that run where they lie."""
+    elsewhere = {"disk"} if placed.main.type == "cpu" else {"cpu", "disk"}
+    away = {name for name in names if device_of(placed.device_map, name) in elsewhere}
     if away and not isinstance(device_map, Mapping):
         raise UnsupportedError(
             f"device_map={device_map!r} offloads {len(away)} layers that are quantised, {sorted(away)[0]} say, and those stay where "
@@ -97,11 +89,6 @@ def _quantised(
     for device in {placed.runs_on(name) for name in chosen}:
         config.convert(model, [name for name in chosen if placed.runs_on(name) == device], device)
     log.info("%d linear layers are quantised, %d are not", len(chosen), len(away))
-    return dispatch_model(model, placed.device_map, offload_dir=folder)
-
-
-def _is_away(device: Device, main: torch.device) -> bool:
-    return device == "disk" or (device == "cpu" and main.type != "cpu")
 
 
 def _is_of(name: str, modules: Collection[str]) -> bool:

@@ -157,7 +157,41 @@ class ReadTraffic:
         return self.timed_bytes / self.seconds if self.seconds > 0 else None
 
 
-class ReadAhead:
+class UnitReader:
+    """What brings the weights of a model's units in ahead of their use, in an order that is learnt.
+
+    Args:
+        units: the tensors of each unit.
+        window: bytes to bring in ahead of use, unless one unit alone is larger.
+    """
+
+    _NOT_COPIED: tuple[str, ...] = ()
+    """What a copy of the model makes anew: threads, and what is under way."""
+
+    def __init__(self, units: list[list[TensorLocation]], window: int) -> None:
+        self._units = units
+        self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
+        self.window = max(window, *self._sizes, 1)
+        self.order = ReadOrder(len(units))
+
+    def _reset(self) -> None:
+        """Begin with nothing under way."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units."""
+        return sum(self._sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The modules are being copied as well, and may not hold their tensors yet.
+        self.__dict__.update(state)
+        self._reset()
+
+
+class ReadAhead(UnitReader):
     """Weights in mapped files, used where they lie; a thread reads ahead of the computation, in the order of use.
 
     Nothing is copied: the memory that this takes is the page cache, which the kernel has back whenever it needs it.
@@ -170,12 +204,11 @@ class ReadAhead:
         budget: bytes of page cache to fill.
     """
 
+    _NOT_COPIED = ("_changed", "_thread", "_wanted", "_ready", "_used")
+
     def __init__(self, units: list[list[TensorLocation]], window: int, budget: int) -> None:
-        self._units = units
-        self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
-        self.window = max(window, *self._sizes, 1)
+        super().__init__(units, window)
         self._kept = _kept(self._sizes, budget - 2 * self.window) if sum(self._sizes) > budget else None
-        self.order = ReadOrder(len(units))
         self.traffic = ReadTraffic()
         self._previous: int | None = None
         self._reset()
@@ -188,11 +221,6 @@ class ReadAhead:
         self._used: deque[int] = deque()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all units."""
-        return sum(self._sizes)
 
     def enter(self, unit: int) -> None:
         """The computation comes to `unit`: wait until it is in memory, and have the next ones read."""
@@ -274,15 +302,6 @@ class ReadAhead:
             if unit in self._wanted:
                 self._ready.add(unit)
             self._changed.notify_all()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the thread: a copy of the model starts its own."""
-        dropped = ("_changed", "_thread", "_wanted", "_ready", "_used")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
 
 def _kept(sizes: list[int], budget: int) -> set[int]:

@@ -1,7 +1,7 @@
 """Where a dispatched model lies: asked by prepare(), which must not move it. Light, since every run asks."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,13 +9,6 @@ from torch import nn
 EXECUTION = "headway_execution"
 """What runs a dispatched model hangs in its `__dict__` by this name."""
 _HOST = ("cpu", "disk")
-
-
-class DispatchedModel(Protocol):
-    """What runs a model that dispatch_model() has placed."""
-
-    def is_all_on(self, device: torch.device) -> bool:
-        """Does all of it lie on `device` and run there?"""
 
 
 def spread_over(model: nn.Module, device: torch.device) -> list[str]:
@@ -31,7 +24,7 @@ def spread_over(model: nn.Module, device: torch.device) -> list[str]:
     found: dict[str, None] = {}
     for module in model.modules():
         own = vars(module)
-        running: DispatchedModel | None = own.get(EXECUTION)
+        running: Any = own.get(EXECUTION)  # its `Execution`
         device_map = own.get("hf_device_map")
         named = dict.fromkeys(map(_name, device_map.values())) if isinstance(device_map, Mapping) else {}
         if running is not None:
@@ -39,7 +32,8 @@ def spread_over(model: nn.Module, device: torch.device) -> list[str]:
         else:
             is_on_host = device.type == "cpu" and not named.keys() - set(_HOST)
             is_one = len(named) <= 1 and "disk" not in named
-            is_spread = not is_one and not (is_on_host and _lies_on(module, device))
+            lies_there = all(each.device == device for each in (*module.parameters(), *module.buffers()))
+            is_spread = not is_one and not (is_on_host and lies_there)
         if is_spread:
             found.update(named or {str(device): None})
     return sorted(found)
@@ -51,7 +45,3 @@ def _name(place: Any) -> str:
         return f"device {place}"
     text = str(place)
     return text if text in _HOST or text.isalpha() else f"device {text.rpartition(':')[2]}"
-
-
-def _lies_on(module: nn.Module, device: torch.device) -> bool:
-    return all(tensor.device == device for each in (module.parameters, module.buffers) for tensor in each())

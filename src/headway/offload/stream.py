@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from headway.memory.oom import is_out_of_memory
-from headway.offload.readahead import ReadOrder, ReadTraffic
-from headway.offload.transport import Transport
+from headway.offload.readahead import ReadTraffic, UnitReader
+from headway.offload.transport import HostTransport
 from headway.weights.names import TensorLocation
 
 
@@ -51,7 +51,7 @@ class WeightUse:
     saving: Any
 
 
-class DeviceStream:
+class DeviceStream(UnitReader):
     """Weights that live in host memory or in files and are used on a device.
 
     A unit's copies hang in its modules while its forward runs; outside of it the modules hold the host's tensors, so
@@ -75,15 +75,14 @@ class DeviceStream:
         peak_bytes: the most that `active_bytes` has been.
     """
 
+    _NOT_COPIED = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
+
     def __init__(
-        self, units: list[list[TensorLocation]], device: torch.device, window: int, transport: Transport
+        self, units: list[list[TensorLocation]], device: torch.device, window: int, transport: HostTransport
     ) -> None:
-        self._units = units
+        super().__init__(units, window)
         self._transport = transport
         self._device = device
-        self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
-        self.order = ReadOrder(len(units))
-        self.window = max(window, *self._sizes, 1)
         self._reset()
 
     def _reset(self) -> None:
@@ -110,11 +109,6 @@ class DeviceStream:
     def traffic(self) -> ReadTraffic:
         """What was copied."""
         return self._transport.traffic
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all units."""
-        return sum(self._sizes)
 
     @property
     def active_bytes(self) -> int:
@@ -272,18 +266,8 @@ class DeviceStream:
 
         return pack, unpack
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without thread and copies: a copy of the model makes its own."""
-        dropped = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # The modules are being copied as well, and may not hold their tensors yet.
-        self.__dict__.update(state)
-        self._reset()
-
-
-def _abandon(copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: Transport) -> None:
+def _abandon(copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: HostTransport) -> None:
     """A stream is gone: memory that is still written to must not go on before that has ended.
 
     On any thread, also on the one that copies; so it waits for no thread.
@@ -293,6 +277,6 @@ def _abandon(copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCo
             copy.future.add_done_callback(partial(_drain, transport, copy.tensor))
 
 
-def _drain(transport: Transport, kept: torch.Tensor, done: "Future[Any]") -> None:
+def _drain(transport: HostTransport, kept: torch.Tensor, done: "Future[Any]") -> None:
     """`kept` is held until the device has done all that was queued for it."""
     transport.drain()

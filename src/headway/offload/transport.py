@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,39 +19,16 @@ RING = 3
 CHUNK = 64 << 20
 
 
-class Transport(Protocol):
-    """Copies tensors. `start` runs on a thread of its own, everything else on the thread that computes.
+class HostTransport:
+    """Copies that are complete on return: to a device with a single queue for everything; or, for the stream's logic on a machine
+    without an accelerator, within host memory. `start` runs on a thread of its own, everything else on the thread that computes.
+
+    Args:
+        device: None: where the weights are.
 
     Attributes:
         traffic: what was copied.
         pinned: gives host memory to copy from without a detour, as uint8 of that many bytes; None where there is none.
-    """
-
-    traffic: ReadTraffic
-    pinned: Callable[[int], torch.Tensor] | None
-
-    def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Memory for a copy."""
-
-    def mark(self) -> Any:
-        """What has been computed up to now, which copies into memory that is allocated now must leave time for."""
-
-    def start(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
-        """Begin to fill a copy; returns what `finish` needs."""
-
-    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
-        """Make the computation wait until the copy is complete. It is called before a copy is used, or dropped unused."""
-
-    def drain(self) -> None:
-        """Wait until no copy is under way; on any thread."""
-
-
-class HostTransport:
-    """Copies that are complete on return: to a device with a single queue for everything; or, for the stream's logic on a machine
-    without an accelerator, within host memory.
-
-    Args:
-        device: None: where the weights are.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -60,25 +37,25 @@ class HostTransport:
         self._device = device
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Memory beside its own, or on the device."""
+        """Memory for a copy."""
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty_like(home, device=self._device, requires_grad=False)
 
     def mark(self) -> Any:
-        """What was computed is done, or stands before the copies in the one queue."""
+        """What has been computed up to now, which copies into memory that is allocated now must leave time for; None: all of it."""
         return None
 
     def start(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
-        """Fill the copy; it is complete on return."""
+        """Begin to fill a copy; returns what `finish` needs."""
         begin = time.perf_counter()
         copy.copy_(home.detach())
         self.traffic.note(home.nbytes, time.perf_counter() - begin)
 
     def finish(self, copy: torch.Tensor, ticket: Any) -> None:
-        """Nothing to wait for."""
+        """Make the computation wait until the copy is complete. It is called before a copy is used, or dropped unused."""
 
     def drain(self) -> None:
-        """Nothing to wait for."""
+        """Wait until no copy is under way; on any thread."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +71,21 @@ class PendingCopy:
     done: StreamPoint
 
 
-class RingTransport:
+class RingTransport(HostTransport):
     """Copies to an accelerator. Pageable memory and mapped files go through `RING` pinned buffers of `chunk` bytes.
 
     While one buffer travels, the next is filled from the page cache or the disk; pinned tensors travel as they are. Where
     nothing can be pinned, tensors travel from where they lie, which is slower.
 
     Args:
-        lane: to the device.
+        stream: to the device.
         chunk: bytes of a buffer.
     """
 
-    def __init__(self, lane: CopyStream, chunk: int = CHUNK) -> None:
+    def __init__(self, stream: CopyStream, chunk: int = CHUNK) -> None:
         self.traffic = ReadTraffic()
-        self.pinned: Callable[[int], torch.Tensor] | None = lane.pinned
-        self._lane = lane
+        self.pinned: Callable[[int], torch.Tensor] | None = stream.pinned
+        self._stream = stream
         self._chunk = chunk
         self._reset()
 
@@ -119,30 +96,30 @@ class RingTransport:
         self._untimed: deque[tuple[StreamPoint, StreamPoint, int]] = deque()
 
     def __reduce__(self) -> tuple[type["RingTransport"], tuple[CopyStream, int]]:
-        return RingTransport, (self._lane, self._chunk)
+        return RingTransport, (self._stream, self._chunk)
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
         """Memory on the device, of the queue that computes."""
-        return self._lane.allocate(home)
+        return self._stream.allocate(home)
 
     def mark(self) -> StreamPoint:
         """How far the computation has queued its work."""
-        return self._lane.here()
+        return self._stream.here()
 
     def start(self, home: torch.Tensor, copy: torch.Tensor, after: StreamPoint) -> PendingCopy:
         """Queue the copy behind `after`; returns when the last buffer is on its way."""
-        self._lane.bind()
+        self._stream.bind()
         self._note_times()
-        begun = self._lane.begin(after)
+        begun = self._stream.begin(after)
         try:
-            if self._lane.is_pinned(home) or not home.is_contiguous() or not self._ring():
-                self._lane.copy(copy, home.detach())
+            if self._stream.is_pinned(home) or not home.is_contiguous() or not self._ring():
+                self._stream.copy(copy, home.detach())
             else:
                 self._through_ring(home.detach(), copy)
         except BaseException:
             self.drain()  # what is under way must not write into memory that is about to be freed
             raise
-        done = self._lane.end()
+        done = self._stream.end()
         self.traffic.num_bytes += home.nbytes
         self._untimed.append((begun, done, home.nbytes))
         return PendingCopy(after, done)
@@ -158,7 +135,7 @@ class RingTransport:
         """The buffers; none where nothing could be pinned."""
         if self._buffers is None:
             try:
-                self._buffers = [self._lane.pinned(self._chunk) for _ in range(RING)]
+                self._buffers = [self._stream.pinned(self._chunk) for _ in range(RING)]
             except RuntimeError as error:
                 self._buffers = []
                 logger.warning_once(
@@ -179,25 +156,25 @@ class RingTransport:
                 busy.wait()
             buffer = buffers[self._turn][: piece.numel()]
             buffer.copy_(piece)
-            self._lane.copy(target[begin : begin + chunk], buffer)
-            self._busy[self._turn] = self._lane.end()
+            self._stream.copy(target[begin : begin + chunk], buffer)
+            self._busy[self._turn] = self._stream.end()
             self._turn = (self._turn + 1) % RING
 
     def finish(self, copy: torch.Tensor, ticket: PendingCopy) -> None:
         """The computation waits on the device; the host goes on."""
-        self._lane.admit(copy, ticket.allocated, ticket.done)
+        self._stream.admit(copy, ticket.allocated, ticket.done)
 
     def drain(self) -> None:
-        """Wait until the lane is empty."""
+        """Wait until the stream is empty."""
         with contextlib.suppress(RuntimeError):  # the device has failed: nothing is written any more
-            self._lane.drain()
+            self._stream.drain()
 
 
-def transport_to(device: torch.device) -> Transport:
+def transport_to(device: torch.device) -> HostTransport:
     """How weights travel to an accelerator: beside the computation, where its backend has streams."""
     try:
-        lane = DeviceCopyStream(device)
+        stream = DeviceCopyStream(device)
     except RuntimeError as error:
         logger.warning_once("%s has no streams (%s): weights cannot be copied while the device computes", device, error)
         return HostTransport(device)
-    return RingTransport(lane)
+    return RingTransport(stream)

@@ -1,23 +1,26 @@
-"""The strategy protocol: the narrow set of questions that a way of spreading a model over processes answers."""
+"""What a strategy is: the narrow set of questions that a way of spreading a model over processes answers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headway.data.sampling.shard import ShardIndex
-from headway.errors import UnsupportedError
+from headway.errors import CollectiveError, PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.weights.moving import move
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
 Engine = Callable[..., Any]
 """What a prepared model's forward goes through when gradients are wanted, or always where it says `serves_evaluation`."""
+
+_SYNCHRONISED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Capabilities:
         scales_losses: an engine scales fp16 losses itself, and skips updates whose gradients overflow.
         lone_pieces: each rank computes the pieces of a batch alone, and gradients travel after the last one; False: every
             forward and backward is an exchange, and a rank whose memory ran out stands in for itself (`stand_in`).
+        local_training: ranks may learn apart for a while (local SGD); False: a rank holds a part, or all sum every batch.
     """
 
     several_models: bool = True
@@ -48,6 +52,7 @@ class Capabilities:
     optimizer_state: bool = True
     scales_losses: bool = False
     lone_pieces: bool = True
+    local_training: bool = True
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
         """Raise the one uniform error where the capability is missing.
@@ -59,7 +64,7 @@ class Capabilities:
             raise UnsupportedError(f"the {strategy} strategy does not support {name.replace('_', ' ')}; {remedy}")
 
 
-class Strategy(Protocol):
+class Strategy:
     """One way to spread training over processes.
 
     Attributes:
@@ -72,14 +77,23 @@ class Strategy(Protocol):
     """
 
     name: str
-    capabilities: Capabilities
+    capabilities: Capabilities = Capabilities()
     data_shard: ShardIndex
     data_group: Collectives
     everyone: Collectives
     gradient_divisor: int
 
+    def __init__(self, collectives: Collectives) -> None:
+        self.data_group = self.everyone = self._peers = collectives
+        self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
+        self.gradient_divisor = 1
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model once; parameter names are those of the bare model, captured before."""
+        for transform in transforms:
+            transform(model)
+        return None
 
     def adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
@@ -95,6 +109,7 @@ class Strategy(Protocol):
         Returns:
             Optimizers of the engine's own that it has made, which step for those that are prepared.
         """
+        return ()
 
     def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
         """The optimizer or schedule that a stand-in stands for, which the engine's own configuration defines.
@@ -106,6 +121,10 @@ class Strategy(Protocol):
         Raises:
             PrepareError: the engine has no configuration of its own.
         """
+        raise PrepareError(
+            f"{type(dummy).__name__} is a placeholder for what DeepSpeed's JSON defines, but this run uses {self.name}; give a real "
+            "one, or strategy='deepspeed'"
+        )
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Give a model that was built without memory (meta device) its values, alike on all ranks, here or in `setup`.
@@ -115,9 +134,15 @@ class Strategy(Protocol):
         Raises:
             PrepareError: whole models come with their values.
         """
+        lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        raise PrepareError(
+            f"{type(model).__name__} has {len(lazy)} parameters on the meta device, such as {lazy[0]!r}; "
+            "load or initialise them before prepare()"
+        )
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Bring a model to this process's device, before `setup`; what shards it may leave that to `setup`."""
+        move(model, device)
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """See that an optimizer can step on parameters as this strategy leaves them.
@@ -128,24 +153,36 @@ class Strategy(Protocol):
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that stands where this one stood before `setup`: a shard has taken its place; else itself."""
+        return parameter
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """A whole tensor of the parameter's shape (an optimizer's state, say) as it is kept beside `parameter`."""
+        return tensor
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """From here to the next forward, the model's names and parameters may be read: nothing is gathered any more."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module."""
+        return model
 
-    def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[object]] | None:
+    def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of a prepared model's forward; None where it needs none."""
+        return precision.autocast if precision.is_mixed else None
 
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch: do gradients travel in its backward?"""
+        return _SYNCHRONISED
 
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """A block in which nothing of the model travels, neither gradients nor buffers, whatever `accumulate` says."""
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A block in which nothing of the model travels, neither gradients nor buffers, whatever `accumulate` says.
+
+        Raises:
+            UnsupportedError: the strategy has no `local_training`.
+        """
+        remedy = "use strategy='ddp' without microbatching='auto', or drop local SGD"
+        self.capabilities.require("local_training", self.name, remedy)
+        return nullcontext()
 
     def compute(
         self,
@@ -162,12 +199,23 @@ class Strategy(Protocol):
             weigh: from the batch, or a part, to the items its loss is taken over; None: its rows.
             reduction: "mean" over those, or "sum".
         """
+        return fn(batch)
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """The loss as a plain tensor, and what its backward is multiplied by; all ranks ask for it together."""
+        return loss, factor
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of `loss * factor`."""
+        loss = precision.scale_loss(loss)
+        key = (factor, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != loss.shape:
+            seed = torch.full_like(loss, factor, requires_grad=False)
+            if len(self._seeds) > 64:  # token counts differ from batch to batch
+                self._seeds.clear()
+            self._seeds[key] = seed
+        torch.autograd.backward(loss, seed, **kwargs)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Another backward follows on forwards whose gradients have travelled already; they must travel again."""
@@ -178,24 +226,41 @@ class Strategy(Protocol):
         Returns:
             How many of the parameters have no gradient here, where that matters to the others.
         """
+        return 0
 
-    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[object]:
+    @contextmanager
+    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """A block whose backward gives these parameters gradients of zero, whatever comes: its loss weighs nothing."""
+        hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Forget the gradients of a window that failed, those that an engine still keeps among them."""
+        for parameter in parameters:
+            parameter.grad = None
 
     def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
         """Take their gradients out, those that an engine keeps among them; returns what `put_back` needs."""
+        kept = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
 
     def put_back(self, kept: Any) -> None:
         """Let these parameters have the gradients that were set aside, instead of those that came since."""
+        for parameter, grad in kept:
+            parameter.grad = grad
 
     def break_off(self) -> None:
         """A forward or backward ended in an error here: free what it has left behind, and be ready to stand in for it."""
 
     def members(self, step: Step) -> Sequence[int]:
         """The ranks with which this one has an exchange that a batch's trail has noted."""
+        return self._collectives_of(step).members()
 
     def stand_in(self, step: Step) -> None:
         """Take part in it without results, as the others wait in it.
@@ -203,6 +268,13 @@ class Strategy(Protocol):
         Raises:
             CollectiveError: it is an exchange that nobody can stand in for.
         """
+        self._collectives_of(step).stand_in(step)
+
+    def _collectives_of(self, step: Step) -> Collectives:
+        for group in (self.everyone, self.data_group):
+            if group.place == step[0]:
+                return group
+        raise CollectiveError(f"{step[1]} of {step[0]} is no exchange of the {self.name} strategy")
 
     def snapshot(self) -> Any:
         """What `restore` needs to take a batch back, beside gradients and buffers."""
@@ -212,12 +284,15 @@ class Strategy(Protocol):
 
     def peers(self) -> Collectives | None:
         """Those whose optimizers must be like this rank's; None while ranks learn apart, each from its own gradients."""
+        return self._peers
 
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The parameters, by name, that each of them holds whole, and alike."""
+        return ()
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """What remains to be reduced when the window's last backward has returned: buffers, deferred gradients.
@@ -229,12 +304,16 @@ class Strategy(Protocol):
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply gradients: the one correction of (sum, weight)."""
+        grads = self.local_gradients(parameters)
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; sharded: one exchange.
 
         Where any gradient on any rank is not finite, neither is the norm.
         """
+        return torch.nn.utils.get_total_norm(self.local_gradients(parameters), norm_type)
 
     def clip(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
@@ -247,12 +326,23 @@ class Strategy(Protocol):
             norm_type: 2 for the Euclidean norm.
             known: the total norm of these gradients, where it is known already.
         """
+        norm = self.total_norm(parameters, norm_type) if known is None else known
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch does; nobody waits for the device
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in self.local_gradients(parameters):
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), found in alike.items():
+            torch._foreach_mul_(found, factor.to(device))
+        return norm
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step; False where the update was skipped."""
+        return precision.step(optimizer, closure)
 
     def rollback(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Drop the gradients of an update that will not happen."""
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model, or all, so that their memory can go.
@@ -260,21 +350,26 @@ class Strategy(Protocol):
         Raises:
             UnsupportedError: a model that was given cannot become the bare one again.
         """
+        self._seeds.clear()
 
     def exchange_order(self, model: torch.nn.Module) -> list[int]:
         """What decides about the last bits of gradients beside the ranks: the order in which they travel; all ranks call it."""
+        return []
 
     def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Begin with the order of the run that is resumed; all ranks call it."""
 
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors or pieces, never gathered."""
+        yield from self.unwrap(model).state_dict().items()
 
     def part_of(self, parameter: torch.Tensor) -> Any:
         """A parameter as `export_state` gives it: itself, or the piece that this rank holds."""
+        return parameter
 
-    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """A block in which a prepared optimizer shows its state, where an engine keeps it elsewhere."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Values were put into what `export_state` gives, and states into optimizers: go on from them. All ranks call it."""

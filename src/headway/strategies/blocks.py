@@ -4,11 +4,12 @@ Activation checkpointing, compilation and sharding go by them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, PrepareError
 
 BARE_CLASS = "_headway_bare_class"
 """Where a block whose class was exchanged keeps the one it had."""
@@ -71,3 +72,36 @@ def outermost(roots: Iterable[torch.nn.Module], is_one: Callable[[torch.nn.Modul
             yield module
         else:
             waiting += reversed(list(module.children()))
+
+
+Holder = tuple[str, torch.nn.Module, str]
+"""A module's name, the module, and the name of a parameter in it."""
+
+
+def holders_of(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[Holder]]]:
+    """By id, each parameter of a model and all that hold it: several where it is tied."""
+    found: dict[int, tuple[torch.nn.Parameter, list[Holder]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (parameter, []))[1].append((name, module, key))
+    return found
+
+
+def extend(module: torch.nn.Module, mixin: Any) -> None:
+    """Put a class before a module's own.
+
+    Raises:
+        PrepareError: its class cannot be extended.
+    """
+    bare: Any = type(module)
+    try:
+        module.__class__ = _extended(mixin, bare)
+    except TypeError as error:
+        raise PrepareError(f"the class {bare.__qualname__} cannot be extended: {error}") from error
+
+
+@cache
+def _extended(mixin: Any, bare: Any) -> type:
+    """One for all modules of a class: the compiler's guards look at it."""
+    return type(bare.__name__, (mixin, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})

@@ -104,7 +104,7 @@ def _choose(folder: Path) -> Path:
     """The one checkpoint in a folder. Two of one kind are never guessed between: one of them is stale."""
     for patterns in (("*.safetensors.index.json", "*.safetensors"), ("*.bin.index.json", "*.bin")):
         indexes = sorted(folder.glob(patterns[0]))
-        shards = {name for index in indexes for name in _weight_map(index).values()}
+        shards = {name for index in indexes for name in _read_index(index)[0].values()}
         singles = [path for path in sorted(folder.glob(patterns[1])) if path.name not in shards]
         # Training writes these beside the weights.
         singles = [path for path in singles if path.name not in ("training_args.bin", "optimizer.bin", "scheduler.bin")]
@@ -137,10 +137,6 @@ def _download(source: str) -> Path:
         if any(folder.glob(patterns[0])):
             return folder
     raise CheckpointError(f"{source!r} on the Hub holds neither safetensors nor .bin weights")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    return _read_index(index)[0]
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import torch
 from headway.errors import CheckpointError
 from headway.runtime.collectives.checked import Collectives
 from headway.weights.export import order_of, save_weights, untied
-from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread
+from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread, slices
 from headway.weights.shards import bits, raw_bytes
 
 _T = TypeVar("_T")
@@ -33,11 +32,11 @@ class GatheredTensor:
         self.dtype = piece.dtype
         self.is_done = False
         self._piece = piece
-        self._door = collectives
+        self._collectives = collectives
 
     def whole(self) -> torch.Tensor:
         """All of it on rank 0's host, which takes its memory and at most one box's; elsewhere nothing (on the meta device)."""
-        is_here = self._door.rank == 0
+        is_here = self._collectives.rank == 0
         out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
         self._travel(out if is_here else None)
         return out
@@ -48,11 +47,11 @@ class GatheredTensor:
 
     def _travel(self, out: torch.Tensor | None) -> None:
         self.is_done = True
-        rank = self._door.rank
+        rank = self._collectives.rank
         own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
         for source, offsets, shape in self._boxes():
             if rank == source == 0 and out is not None:
-                bits(out[_within(offsets, shape)]).copy_(bits(own[offsets]))
+                bits(out[slices(offsets, shape)]).copy_(bits(own[offsets]))
             elif rank == source != 0:
                 self._send(raw_bytes(own[offsets]))
             elif rank == 0 and source != 0:
@@ -63,35 +62,29 @@ class GatheredTensor:
         split = self._piece.split
         if split is None:
             own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
-            for rank, boxes in enumerate(self._door.gather_objects(own)):
+            for rank, boxes in enumerate(self._collectives.gather_objects(own)):
                 yield from ((rank, *box) for box in boxes)
             return
-        along = [list(zip(starts, sizes)) for starts, sizes in zip(split.starts, split.sizes)]
-        for place, writer in zip(product(*along), split.writers):
-            yield writer, tuple(start for start, _ in place), tuple(size for _, size in place)
+        yield from split.boxes()
 
     def _send(self, flat: torch.Tensor) -> None:
         for start in range(0, len(flat), _BLOCK):
-            self._door.send(flat[start : start + _BLOCK], 0)
+            self._collectives.send(flat[start : start + _BLOCK], 0)
 
     def _receive(self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int) -> None:
         num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
         if out is None:
             scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
             for start in range(0, num_bytes, _BLOCK):
-                self._door.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+                self._collectives.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
             return
-        target = out[_within(offsets, shape)]
+        target = out[slices(offsets, shape)]
         box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
         flat = raw_bytes(box)  # the same memory: it is contiguous, and on the host
         for start in range(0, num_bytes, _BLOCK):
-            self._door.receive(flat[start : start + _BLOCK], source)
+            self._collectives.receive(flat[start : start + _BLOCK], source)
         if box is not target:
             bits(target).copy_(bits(box))
-
-
-def _within(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, shape))
 
 
 def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
@@ -102,9 +95,15 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     """
     cutter = ShardCutter()
     pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
-    told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
+    spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    told = [
+        (name, each.shape, str(each.dtype), each.split and (each.split.rows, each.split.steps))
+        for name, each in spread.items()
+    ]
     brought = {
-        name: _brought(each) for name, each in pieces.items() if isinstance(each, ShardPiece) and each.split is None
+        name: sum(box.values.numel() for box in each.boxes if box.is_written)
+        for name, each in spread.items()
+        if each.split is None
     }
     answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
     if len({found for found, _ in answers}) > 1:
@@ -113,18 +112,7 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
         wanted, there = prod(pieces[name].shape), sum(numbers)
         if there != wanted:  # the rest of it would be whatever lies in new memory
             raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
-    return {
-        name: GatheredTensor(each, collectives) if isinstance(each, ShardPiece) else each
-        for name, each in pieces.items()
-    }
-
-
-def _brought(piece: ShardPiece) -> int:
-    return sum(box.values.numel() for box in piece.boxes if box.is_written)
-
-
-def _cut(piece: ShardPiece) -> Any:
-    return None if piece.split is None else (piece.split.rows, piece.split.steps)
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in spread.items()}
 
 
 def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import difflib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.weights.files import WeightFiles
+from headway.weights.shards import dtype_name
 
 logger = get_logger(__name__)
 
@@ -48,18 +49,20 @@ class TensorLocation:
             self.module._flat_weights = [getattr(self.module, name, None) for name in self.module._flat_weights_names]
 
 
+def own_places(module: nn.Module) -> Iterator[TensorLocation]:
+    """The parameters and buffers of a module itself."""
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield TensorLocation(module, leaf, True)
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None:
+            yield TensorLocation(module, leaf, False, leaf not in module._non_persistent_buffers_set)
+
+
 def places_of(model: nn.Module) -> dict[str, TensorLocation]:
     """Every parameter and buffer by name; one that is tied, or hangs in a module used twice, has several names."""
-    found: dict[str, TensorLocation] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                found[dot + leaf] = TensorLocation(module, leaf, True)
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                found[dot + leaf] = TensorLocation(module, leaf, False, leaf not in module._non_persistent_buffers_set)
-    return found
+    modules = model.named_modules(remove_duplicate=False)
+    return {f"{prefix}.{each.leaf}".lstrip("."): each for prefix, module in modules for each in own_places(module)}
 
 
 def tied_groups(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
@@ -286,4 +289,4 @@ def _listed(names: list[str], others: list[str] | None = None) -> str:
 
 
 def _words(shape: Iterable[int], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+    return f"{list(shape)} {dtype_name(dtype)}"

@@ -59,6 +59,12 @@ class TensorSplit:
             found.append({begin: number for number, (begin, _) in enumerate(zip(begins, sizes))})
         return found
 
+    def boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """(its writer, where it begins, its shape) of every box, in the grid's order."""
+        along = [list(zip(starts, sizes)) for starts, sizes in zip(self.starts, self.sizes)]
+        for place, writer in zip(product(*along), self.writers):
+            yield writer, tuple(start for start, _ in place), tuple(size for _, size in place)
+
     @cached_property
     def numbers(self) -> dict[int, int]:
         """The number of the (last) box that each rank writes."""
@@ -97,6 +103,12 @@ class ShardPiece:
     def num_bytes(self) -> int:
         """Of the whole."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+def slices(begins: Sequence[int], sizes: Sequence[int], origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """A box within memory that begins at `origin`; None: at zero."""
+    starts = [begin - start for begin, start in zip(begins, origin)] if origin is not None else begins
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes))
 
 
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":

@@ -8,7 +8,7 @@ needs all of a file in memory, refuses tensors that share some, and lets nobody 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,17 +47,7 @@ _MAX_AXES, _MAX_BYTES = 64, 2**63 - 1
 _BLOCK = 1024 * 1024
 """What is written at once stays in the processor's cache while it is hashed."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COUNTED = {
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-}
+_COUNTED = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of it, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 # -------------------------------------------------------------------- values as bytes
@@ -254,17 +249,10 @@ def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tup
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in offsets.items()}
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if not tensor.numel():
-        return
-    data = memoryview(raw_bytes(tensor).numpy())  # type: ignore[arg-type]
-    for start in range(0, len(data), _BLOCK):
-        yield data[start : start + _BLOCK]
-
-
 def _put_blocks(file: BinaryIO, tensor: torch.Tensor, passing: Callable[[memoryview], None] | None) -> None:
-    for view in _blocks(tensor):
-        _put(file, view, passing)
+    data = memoryview(raw_bytes(tensor).numpy())  # type: ignore[arg-type]
+    for start in range(0, tensor.nbytes, _BLOCK):
+        _put(file, data[start : start + _BLOCK], passing)
 
 
 def _put(file: BinaryIO, view: memoryview, passing: Callable[[memoryview], None] | None) -> None:

@@ -22,9 +22,10 @@ from headway.checkpoint.format.manifest import (
     read_manifest,
 )
 from headway.checkpoint.format.shards import describe, write_shard
-from headway.checkpoint.loading.files import read_state, read_tensors, verify
+from headway.checkpoint.loading.files import read_state, verify
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.loading.test_files import TENSORS, job, save
+from tests.unit.checkpoint.reading import read_tensors
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ from hypothesis.extra import numpy as npst
 
 from headway.checkpoint.format.arrays import contents
 from headway.checkpoint.format.manifest import ITEM_BYTES, Manifest
-from headway.checkpoint.format.shards import prove_shard, read_shard, write_shard
+from headway.checkpoint.format.shards import prove_shard, write_shard
 from headway.checkpoint.format.values import decode, dtype_named, encode, logical
 from headway.errors import CheckpointError
 from headway.weights.shards import bits, raw_bytes
 from tests.unit.checkpoint.amount import EXAMPLES
+from tests.unit.checkpoint.reading import read_shard
 
 SIMPLE = [dtype_named(name) for name in ITEM_BYTES]
 

@@ -8,12 +8,13 @@ import torch
 
 from headway.checkpoint.format.manifest import Manifest
 from headway.checkpoint.format.tensors import copied
-from headway.checkpoint.loading.files import read_tensors, verify
+from headway.checkpoint.loading.files import verify
 from headway.checkpoint.loading.restoring import cast_lines, misfits, restore
 from headway.checkpoint.state import CollectedState, StatefulObjects, collect
 from headway.errors import CheckpointError
 from headway.weights.shards import raw_bytes
 from tests.unit.checkpoint.loading.test_files import save
+from tests.unit.checkpoint.reading import read_tensors
 from tests.unit.checkpoint.test_round_trip import assert_same
 
 

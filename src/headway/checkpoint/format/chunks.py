@@ -162,8 +162,12 @@ class ChunkGridReader:
             CheckpointError: it does not make up the shape, or names files that are not there, or one twice.
         """
         file = told["file"]
-        sizes = tuple(tuple((_count(size, 1), _count(times, 1)) for size, times in dim) for dim in told["sizes"])
-        parts = tuple((_count(first), _count(step, 1), _count(times, 1)) for first, step, times in told["parts"])
+        sizes = tuple(
+            tuple((read_count(size, 1), read_count(times, 1)) for size, times in dim) for dim in told["sizes"]
+        )
+        parts = tuple(
+            (read_count(first), read_count(step, 1), read_count(times, 1)) for first, step, times in told["parts"]
+        )
         if not isinstance(file, str) or file.count("*") != 1:
             raise CheckpointError(f"the manifest has {file!r} instead of a file name with one '*'")
         grid = ChunkGrid(name, sizes, file, parts)
@@ -189,7 +193,12 @@ class ChunkGridReader:
         self._known.add((grid.file, grid.parts))
 
 
-def _count(value: Any, least: int = 0) -> int:
+def read_count(value: Any, least: int = 0) -> int:
+    """A whole number of a manifest.
+
+    Raises:
+        CheckpointError: it is none, or out of range.
+    """
     if type(value) is not int or not least <= value <= MOST:
-        raise CheckpointError(f"the manifest has {value!r} instead of a whole number, {least} or more")
+        raise CheckpointError(f"the manifest has {value!r} where a whole number, {least} or more, belongs")
     return value

@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
+
+from headway.common.text import listed
 
 MANIFEST = "manifest.json"
 """The file that makes a folder a checkpoint."""
@@ -43,11 +44,11 @@ def explain(path: Path) -> str:
             many = (
                 "a folder with one checkpoint in it" if len(inside) == 1 else f"a folder of {len(inside)} checkpoints"
             )
-            return f"{parent} is {many} ({_listed(inside)}); give one of them, as in {parent / inside[0]}"
+            return f"{parent} is {many} ({listed(inside, 3)}); give one of them, as in {parent / inside[0]}"
     name, files = program_of(path)
     if name:
         return (
-            f"{path} is a checkpoint of {name} ({_listed(files)}), not of Headway: its training state is pickled and is not read."
+            f"{path} is a checkpoint of {name} ({listed(files, 3)}), not of Headway: its training state is pickled and is not read."
             f"{_weights_of(path)}"
         )
     weights = _weights_of(path)
@@ -104,14 +105,10 @@ def _beside(path: Path) -> str:
         parent = parent.parent
     inside = checkpoints_in(parent)
     if inside:
-        return f"; {parent} holds {_listed(inside)}"
+        return f"; {parent} holds {listed(inside, 3)}"
     if parent != path.parent:
         return f", and neither does {path.parent}; give a folder that save_state wrote"
     return "; give a folder that save_state wrote"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _weights_of(folder: Path) -> str:

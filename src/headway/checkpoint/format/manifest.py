@@ -29,11 +29,11 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headway.checkpoint.format.chunks import ChunkGrid, ChunkGridReader
+from headway.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, read_count
 from headway.checkpoint.format.chunks import TensorChunk as Chunk
 from headway.checkpoint.format.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.format.foreign import explain
-from headway.common.untrusted import read_regular
+from headway.common.untrusted import UNREADABLE, read_regular
 from headway.errors import CheckpointError
 
 FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
@@ -46,39 +46,18 @@ PIECE = 16 * 2**20
 MAX_BYTES = 256 * 2**20
 """The longest manifest that is written or read: it is parsed in memory, of which it takes a multiple."""
 
-_MAX_NUMBER, _MAX_AXES, _MAX_CUT = 2**63 - 1, 64, 6
+_MAX_AXES, _MAX_CUT = 64, 6
 TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
 _BY_VERSION = {1: "sha256", 2: ALGORITHM, 3: ALGORITHM}
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-    "complex128": 16,
-    "complex64": 8,
-    "complex32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-    "bits8": 1,
-    "bits16": 2,
-    "bits1x8": 1,
-    "bits2x4": 1,
-    "bits4x2": 1,
-    **{f"{kind}{size}": 1 for kind in ("int", "uint") for size in range(1, 8)},
+_NAMES_BY_BYTES = {
+    16: "complex128",
+    8: "float64 int64 uint64 complex64",
+    4: "float32 int32 uint32 complex32",
+    2: "float16 bfloat16 int16 uint16 bits16",
+    1: "int8 uint8 bool float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "bits8 bits1x8 bits2x4 bits4x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
 }
+ITEM_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names.split()}
 """The dtypes a checkpoint may hold, by torch's names, and their bytes."""
 
 
@@ -201,15 +180,7 @@ class Manifest:
             return _read_content(content, version)
         except CheckpointError:
             raise
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-            MemoryError,
-        ) as error:
+        except (*UNREADABLE, RecursionError) as error:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
     @property
@@ -257,7 +228,7 @@ def _hashes(written: WrittenFile) -> dict[str, Any]:
 
 
 def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> WrittenFile:
-    num_bytes, found = _count(entry["bytes"]), entry[algorithm]
+    num_bytes, found = read_count(entry["bytes"]), entry[algorithm]
     digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
     num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
     if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
@@ -274,7 +245,9 @@ def _read_entry(
     if grids is not None and "grid" in entry:
         return TensorEntry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
     chunks = tuple(
-        Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), _text(c["file"]), _text(c["key"]))
+        Chunk(
+            tuple(map(read_count, c["offsets"])), tuple(map(read_count, c["shape"])), _text(c["file"]), _text(c["key"])
+        )
         for c in entry["chunks"]
     )
     for chunk in chunks:
@@ -292,8 +265,8 @@ def _read_entry(
 
 def _shape(value: Any, item_bytes: int) -> tuple[int, ...]:
     """The shape of a tensor that can be: torch counts bytes in 63 bits."""
-    shape = tuple(map(_count, value))
-    if len(shape) > _MAX_AXES or prod(size for size in shape if size) * item_bytes > _MAX_NUMBER:
+    shape = tuple(map(read_count, value))
+    if len(shape) > _MAX_AXES or prod(size for size in shape if size) * item_bytes > MOST:
         raise CheckpointError(
             f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"
         )
@@ -347,12 +320,6 @@ def _check_room(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenF
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise CheckpointError(f"the manifest has {value!r} where a name belongs")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise CheckpointError(f"the manifest has {value!r} where a whole number, 0 or more, belongs")
     return value
 
 

@@ -98,16 +98,6 @@ def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
             raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
 
 
-def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """The tensors of those names as views of the mapped file; pages are read when they are used.
-
-    Raises:
-        CheckpointError: the file is no such file, or holds other tensors than those.
-    """
-    stored, _ = map_safetensors(path)
-    return {name: view_of(stored, path, name, dtype, shape) for name, dtype, shape in wanted}
-
-
 def view_of(
     stored: Mapping[str, StoredTensor], path: Path, name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from headway.errors import CheckpointError
-from headway.weights.shards import bits
+from headway.weights.shards import bits, dtype_name
 
 _COMPRESSED: dict[str, tuple[str, str]] = {
     "sparse_csr": ("crow_indices", "col_indices"),
@@ -71,7 +71,7 @@ def _layout(tensor: torch.Tensor) -> str:
 def take_apart(tensor: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What describes a sparse or quantized tensor, of plain values, and the dense tensors that it is made of."""
     if tensor.is_quantized:
-        values, dtype = tensor.int_repr(), str(tensor.dtype).removeprefix("torch.")
+        values, dtype = tensor.int_repr(), dtype_name(tensor.dtype)
         if tensor.qscheme() == torch.per_tensor_affine:
             about = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
             return {"layout": "quantized", "dtype": dtype, **about}, [values]

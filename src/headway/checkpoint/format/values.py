@@ -19,9 +19,10 @@ import torch
 
 from headway.checkpoint.format import arrays
 from headway.checkpoint.format.tensors import is_dense, put_together, refusal, take_apart
+from headway.common.untrusted import UNREADABLE
 from headway.errors import CheckpointError
 from headway.weights.pieces import ShardPiece, held, is_dtensor
-from headway.weights.shards import raw_bytes
+from headway.weights.shards import dtype_name, raw_bytes
 
 TAG = "!"
 _MAX_DEPTH = 200
@@ -77,7 +78,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _decode(value, tensors, 0)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError, RuntimeError) as error:
+    except (*UNREADABLE, RuntimeError) as error:
         raise CheckpointError(f"a value in the manifest cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -111,7 +112,7 @@ class _Encoder:
     def _packed(self, value: Any, name: str, depth: int) -> Any:
         """A leaf of another type than JSON's; None: it is none that is known."""
         kind = type(value)
-        for tag, owner, pack in _PACKED:
+        for tag, owner, pack, _ in _PACKED:
             if kind is owner:
                 return {TAG: tag, "value": self.encode(pack(value), name, depth + 1)}
         if isinstance(value, numpy.generic) and not value.dtype.hasobject:
@@ -226,49 +227,8 @@ def _prove(value: Any, packed: Any, name: str) -> None:
         raise CheckpointError(f"{name} is {value!r}, which would not come back as it is{reason}")
 
 
-_PACKED: list[tuple[str, type, Callable[[Any], Any]]] = [
-    ("bytes", bytes, lambda v: base64.b64encode(v).decode()),
-    ("bytearray", bytearray, lambda v: base64.b64encode(v).decode()),
-    ("complex", complex, lambda v: [repr(v.real), repr(v.imag)]),
-    ("torch.dtype", torch.dtype, lambda v: str(v).removeprefix("torch.")),
-    ("torch.device", torch.device, str),
-    ("torch.Size", torch.Size, list),
-    ("range", range, lambda v: [v.start, v.stop, v.step]),
-    ("numpy.str", numpy.str_, lambda v: str.__add__(v, "")),
-    ("numpy.bytes", numpy.bytes_, lambda v: base64.b64encode(bytes.__add__(v, b"")).decode()),
-    ("Path", PosixPath, str),
-    ("Path", WindowsPath, str),
-    ("PurePosixPath", PurePosixPath, str),
-    ("PureWindowsPath", PureWindowsPath, str),
-]
-_CONTAINERS: dict[str, type] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "defaultdict": defaultdict,
-}
-_UNPACKED: dict[str, Callable[[Any], Any]] = {
-    "int": lambda v: int(v, 16),
-    "text": from_base64,
-    "float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
-    "bytes": lambda v: base64.b64decode(v, validate=True),
-    "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
-    "complex": lambda v: complex(float(v[0]), float(v[1])),
-    "torch.dtype": lambda v: dtype_named(v),
-    "torch.device": torch.device,
-    "torch.Size": torch.Size,
-    "range": lambda v: range(*v),
-    "numpy.str": numpy.str_,
-    "numpy.bytes": lambda v: numpy.bytes_(base64.b64decode(v, validate=True)),
-    "path": PurePath,  # of checkpoints that did not keep its class
-    "Path": Path,
-    "PurePosixPath": PurePosixPath,
-    "PureWindowsPath": PureWindowsPath,
-}
+def _unpacked_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -281,6 +241,45 @@ def dtype_named(name: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return found
+
+
+_PACKED: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    ("bytes", bytes, lambda v: base64.b64encode(v).decode(), _unpacked_bytes),
+    ("bytearray", bytearray, lambda v: base64.b64encode(v).decode(), lambda v: bytearray(_unpacked_bytes(v))),
+    ("complex", complex, lambda v: [repr(v.real), repr(v.imag)], lambda v: complex(float(v[0]), float(v[1]))),
+    ("torch.dtype", torch.dtype, dtype_name, dtype_named),
+    ("torch.device", torch.device, str, torch.device),
+    ("torch.Size", torch.Size, list, torch.Size),
+    ("range", range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    ("numpy.str", numpy.str_, lambda v: str.__add__(v, ""), numpy.str_),
+    (
+        "numpy.bytes",
+        numpy.bytes_,
+        lambda v: base64.b64encode(bytes.__add__(v, b"")).decode(),
+        lambda v: numpy.bytes_(_unpacked_bytes(v)),
+    ),
+    ("Path", PosixPath, str, Path),
+    ("Path", WindowsPath, str, Path),
+    ("PurePosixPath", PurePosixPath, str, PurePosixPath),
+    ("PureWindowsPath", PureWindowsPath, str, PureWindowsPath),
+]
+"""Leaves of other types than JSON's: tag, type, to JSON and back."""
+_UNPACKED: dict[str, Callable[[Any], Any]] = {tag: unpack for tag, _, _, unpack in _PACKED} | {
+    "int": lambda v: int(v, 16),
+    "text": from_base64,
+    "float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
+    "path": PurePath,  # of checkpoints that did not keep its class
+}
+_CONTAINERS: dict[str, type] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+}
 
 
 def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
@@ -335,3 +334,17 @@ def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
         return arrays.fill(dtype, (), base64.b64decode(value["value"], validate=True))[()]
     raw = raw_bytes(_named(value, tensors)).numpy().tobytes()
     return arrays.fill(dtype, _decode(value["shape"], tensors, depth + 1), raw)
+
+
+def map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """A container of the same type with what the function gives for its items; anything else as it is, or a copy."""
+    if isinstance(value, dict):
+        made = value.copy()
+        for key, item in value.items():
+            made[key] = function(item)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)([function(item) for item in value])
+    if isinstance(value, deque):
+        return deque((function(item) for item in value), value.maxlen)
+    return value.copy() if isinstance(value, set | bytearray) else value

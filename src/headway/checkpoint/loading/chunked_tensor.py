@@ -12,7 +12,7 @@ from headway.checkpoint.format.shards import view_of
 from headway.checkpoint.format.values import dtype_named
 from headway.checkpoint.loading.reading import check_file
 from headway.weights.files import StoredTensor, map_safetensors
-from headway.weights.pieces import held, is_dtensor, is_spread, places
+from headway.weights.pieces import held, is_dtensor, is_spread, places, slices
 from headway.weights.shards import bits
 
 _MOST_OPEN = 64
@@ -79,7 +79,7 @@ class ChunkedTensor:
         for chunk in overlapping(self._chunks, offsets, shape):
             begins, sizes = meeting(chunk, offsets, shape)
             view = self._files.view(chunk, self.dtype)
-            yield _slices(begins, sizes, offsets), view[_slices(begins, sizes, chunk.offsets)]
+            yield slices(begins, sizes, offsets), view[slices(begins, sizes, chunk.offsets)]
 
     def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
         """Put the values of a box that begins there into memory of that shape and dtype."""
@@ -94,10 +94,6 @@ class ChunkedTensor:
         made = torch.empty(self.shape, dtype=self.dtype)
         self.fill(made, offsets)
         return made
-
-
-def _slices(begins: Sequence[int], sizes: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin - start, begin - start + size) for begin, size, start in zip(begins, sizes, origin))
 
 
 def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -115,7 +111,7 @@ def pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[tor
     if is_spread(own) or isinstance(saved, ChunkedTensor):
         for offsets, memory in own_boxes(own):
             if isinstance(saved, torch.Tensor):
-                yield memory, saved[_slices(offsets, memory.shape, (0,) * len(offsets))]
+                yield memory, saved[slices(offsets, memory.shape)]
             elif memory.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(memory):
                 yield from ((memory[where], values) for where, values in saved.tiles(offsets, memory.shape))
             else:  # elements that share memory must be seen together

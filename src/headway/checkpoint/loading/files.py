@@ -89,13 +89,3 @@ def open_tensors(
         if name.startswith(prefix):
             is_one = len(entry.chunks) == 1
             yield name, files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else ChunkedTensor(entry, files)
-
-
-def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """As `open_tensors`, with those of several chunks put together in memory.
-
-    Raises:
-        CheckpointError: a file lacks what the manifest places there.
-    """
-    for name, tensor in open_tensors(folder, manifest, prefix):
-        yield name, tensor.whole() if isinstance(tensor, ChunkedTensor) else tensor

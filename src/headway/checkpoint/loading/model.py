@@ -1,6 +1,6 @@
 """A model's saved tensors against its own: what does not fit, what is cast, and the values put in."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -225,14 +225,10 @@ def load_extras(
         if is_extra(name):
             owner = model.get_submodule(name.rpartition(".")[0])
             before = preserved(own[name])
-            undo.add(prefix + key, partial(_set_extra, owner, before))
+            undo.add(prefix + key, lambda owner=owner, before=before: owner.set_extra_state(before()))  # type: ignore[misc]
             owner.set_extra_state(values[key])
         else:
             _replace(model, name, values[key], prefix + key, undo)
-
-
-def _set_extra(owner: torch.nn.Module, before: Callable[[], Any]) -> None:
-    owner.set_extra_state(before())
 
 
 def _holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ Files are read, not mapped: a bad sector of a mapped file would end the process,
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,16 +54,8 @@ def read_files(
     Raises:
         CheckpointError: with the first file that is not as it was.
     """
-    wanted = places or {}
-    for written in files:
-        check_file(folder / written.name, written)
-    # In order, so that it is always the first bad file which is named.
-    _in_order(
-        partial(_read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified)
-        for written in files
-        for piece in written.pieces()
-        if is_verified or written.name in wanted
-    )
+    wanted = [(written, written.pieces()) for written in files if is_verified or written.name in (places or {})]
+    _read_pieces(folder, wanted, places, is_verified)
 
 
 def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
@@ -80,7 +73,7 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
         (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _meets(piece, found)])
         for file, found in sorted(ranges.items())
     ]
-    _verify_pieces(folder, wanted)
+    _read_pieces(folder, wanted)
 
 
 def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> None:
@@ -90,14 +83,20 @@ def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> No
         CheckpointError: with the first file that is not as it was.
     """
     every = [(written, piece) for written in manifest.files.values() for piece in written.pieces()]
-    _verify_pieces(folder, [(written, [piece]) for written, piece in every[index::count]])
+    _read_pieces(folder, [(written, [piece]) for written, piece in every[index::count]])
 
 
-def _verify_pieces(folder: Path, wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]]) -> None:
+def _read_pieces(
+    folder: Path,
+    wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
+    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
+    is_verified: bool = True,
+) -> None:
     for written, _ in wanted:
         check_file(folder / written.name, written)
+    # In order, so that it is always the first bad file which is named.
     _in_order(
-        partial(_read_piece, folder / written.name, written, piece, (), True)
+        partial(_read_piece, folder / written.name, written, piece, (places or {}).get(written.name, ()), is_verified)
         for written, pieces in wanted
         for piece in pieces
     )
@@ -158,13 +157,9 @@ def _read_piece(
 def _targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
     """(offset, memory) of blocks from `start` to `end`: the places where there are any, else a block that is used again."""
     spare = memoryview(bytearray(_BLOCK))
-    low, high = 0, len(places)
-    while low < high:  # the first place that ends behind `start`
-        middle = (low + high) // 2
-        if places[middle].start + len(places[middle].memory) <= start:
-            low = middle + 1
-        else:
-            high = middle
+    low = bisect_right(
+        places, start, key=lambda place: place.start + len(place.memory)
+    )  # the first one that ends behind
     offset = start
     while offset < end:
         place = places[low] if low < len(places) else None

@@ -18,6 +18,7 @@ from headway.checkpoint.loading.rollback import LoadRollback, is_same_state, pre
 from headway.checkpoint.optimizers import decode_optimizer, load_optimizer, optimizer_misfits, undo_optimizer
 from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
 from headway.errors import CheckpointError
+from headway.weights.shards import dtype_name
 
 
 def misfits(parts: StatefulObjects, found: CollectedState) -> list[str]:
@@ -62,13 +63,9 @@ def cast_lines(parts: StatefulObjects, found: CollectedState) -> list[str]:
             counted[saved, own] += 1
             first.setdefault((saved, own), name)
     return [
-        f"{first[pair]}{f' and {count - 1} more tensors' if count > 1 else ''}: {_name(pair[0])} -> {_name(pair[1])}"
+        f"{first[pair]}{f' and {count - 1} more tensors' if count > 1 else ''}: {dtype_name(pair[0])} -> {dtype_name(pair[1])}"
         for pair, count in counted.items()
     ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _OwnedTensors(Mapping[str, torch.Tensor]):

@@ -1,6 +1,5 @@
 """The way back from a load that failed half-way: what was changed, last first, and every step of it."""
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy
 import torch
 
 from headway.checkpoint.format.tensors import is_dense
-from headway.checkpoint.format.values import encode
+from headway.checkpoint.format.values import encode, map_items
 from headway.errors import CheckpointError
 from headway.weights.pieces import held, is_dtensor
 from headway.weights.shards import bits, raw_bytes
@@ -81,21 +80,8 @@ def _keep(value: Any) -> Any:
         return _TensorValue(value) if is_dense(value) and not value.is_meta else value
     if isinstance(value, numpy.ndarray):
         return value.copy()
-    return _mapped(_keep, value)
+    return map_items(_keep, value)
 
 
 def _back(value: Any) -> Any:
-    return value.back() if isinstance(value, _TensorValue) else _mapped(_back, value)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        made = value.copy()
-        for key, item in value.items():
-            made[key] = function(item)
-        return made
-    if type(value) in (list, tuple):
-        return type(value)([function(item) for item in value])
-    if isinstance(value, deque):
-        return deque((function(item) for item in value), value.maxlen)
-    return value.copy() if isinstance(value, set | bytearray) else value
+    return value.back() if isinstance(value, _TensorValue) else map_items(_back, value)

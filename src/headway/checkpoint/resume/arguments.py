@@ -13,17 +13,19 @@ log = get_logger(__name__)
 CHANGED = ("data", "schedule")
 """What a run that is resumed may have others of, where it says so."""
 _PLACES = (None, "cpu", "on_device")
-_SAVE = ("client_state", "exclude_frozen_parameters", "max_shard_size", "save_function", "tag", "save_latest")
-_LOAD = (
-    "load_module_strict",
-    "load_optimizer_states",
-    "load_lr_scheduler_states",
-    "load_module_only",
-    "tag",
-    "custom_load_fn",
-    "mmap",
-    "weights_only",
-)
+_ARGUMENTS = {
+    "save_state": (
+        "output_dir safe_serialization blocking metric",
+        "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
+        "the checkpoint holds the whole state",
+    ),
+    "load_state": (
+        "input_dir load_kwargs map_location strict changed",
+        "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
+        "the whole state is loaded",
+    ),
+}
+"""By method: its own arguments, those of engines, and what happens whatever these say."""
 
 
 def check_save_arguments(given: Mapping[str, Any]) -> None:
@@ -33,13 +35,7 @@ def check_save_arguments(given: Mapping[str, Any]) -> None:
         ConfigError: an argument that no engine takes.
     """
     for name in given:
-        _take(
-            "save_state",
-            name,
-            _SAVE,
-            ("output_dir", "safe_serialization", "blocking", "metric"),
-            "it is for an engine that is not in use; the checkpoint holds the whole state",
-        )
+        _take("save_state", name)
 
 
 def check_load_arguments(given: Mapping[str, Any]) -> None:
@@ -57,13 +53,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
                     "each state goes to the device of its prepared object"
                 )
             continue
-        _take(
-            "load_state",
-            name,
-            _LOAD,
-            ("input_dir", "load_kwargs", "map_location", "strict", "changed"),
-            "it is for an engine that is not in use; the whole state is loaded",
-        )
+        _take("load_state", name)
 
 
 def check_changed(given: str | Collection[str] | None) -> Collection[str] | None:
@@ -83,9 +73,10 @@ def _is_device(place: str) -> bool:
     return is_kind(place.partition(":")[0]) and (":" not in place or place.partition(":")[2].isdigit())
 
 
-def _take(method: str, name: str, known: Collection[str], own: Collection[str], why: str) -> None:
-    if name not in known:
-        allowed = [*own, *known]
+def _take(method: str, name: str) -> None:
+    own, known, always = _ARGUMENTS[method]
+    if name not in known.split():
+        allowed = [*own.split(), *known.split()]
         hint = did_you_mean(name, allowed)
         raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
-    log.info_once("%s(%s=...) has no effect: %s", method, name, why)
+    log.info_once("%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, always)

@@ -2,11 +2,13 @@
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from headway.checkpoint.format.manifest import MANIFEST
 from headway.checkpoint.resume.arguments import check_changed
@@ -37,17 +39,6 @@ SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str],
 LoadHook = Callable[[list[torch.nn.Module], str], None]
 
 
-class HookHandle:
-    """Takes a hook off again."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Take it off; a second time does nothing."""
-        self._hooks[:] = [each for each in self._hooks if each is not self._hook]
-
-
 class Checkpoints:
     """Saves one Accelerator's run, and takes it up again.
 
@@ -73,8 +64,8 @@ class Checkpoints:
         self.guard: preemption.PreemptionGuard | None = None
         self._run = run_state
         self._moments = moments
-        self._save_hooks: list[SaveHook] = []
-        self._load_hooks: list[LoadHook] = []
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._last_hook = last_hook
         self._owes_epochs = False
         self._last: tuple[Path, tuple[object, ...]] | None = None
@@ -127,7 +118,7 @@ class Checkpoints:
                 "save_state is called %s. The checkpoint holds everything but the random streams%s of the other ranks, which get "
                 "new ones after a resume. To keep theirs too, call it on every rank",
                 attended,
-                " and the optimizer states (of local SGD)" if self._run.has_parted else "",
+                " and the optimizer states (of local SGD)" if self._run.local.has_parted else "",
                 main_process_only=False,
             )
 
@@ -160,7 +151,8 @@ class Checkpoints:
             is_blocking,
             is_alone=is_alone,
         )
-        hooks = self._hooks_of_save()
+        last = self._last_hook()
+        hooks = [*self._save_hooks.values(), *([] if last is None else [last])]
         fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
         where = run.place(before)  # asks the user's objects, and the random streams are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
@@ -168,10 +160,6 @@ class Checkpoints:
         if not is_alone:
             self._last = folder, where
         return folder
-
-    def _hooks_of_save(self) -> list[SaveHook]:
-        last = self._last_hook()
-        return [*self._save_hooks, *([] if last is None else [last])]
 
     def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState, staging: Path) -> None:
         models = self._run.models
@@ -262,15 +250,17 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- hooks and objects
 
-    def add_save_hook(self, hook: SaveHook) -> HookHandle:
+    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call it in each save, on every rank, before anything is written."""
-        self._save_hooks.append(hook)
-        return HookHandle(self._save_hooks, hook)
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
 
-    def add_load_hook(self, hook: LoadHook) -> HookHandle:
+    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call it in each load."""
-        self._load_hooks.append(hook)
-        return HookHandle(self._load_hooks, hook)
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """Save and load these objects too.
@@ -294,7 +284,7 @@ class Checkpoints:
     def models_to_load(self, folder: Path) -> list[torch.nn.Module]:
         """The models that the hooks of a load leave to it, for a folder of another program's."""
         models = self._run.models
-        for hook in self._load_hooks:
+        for hook in self._load_hooks.values():
             hook(models, str(folder))
         return models
 
@@ -315,7 +305,7 @@ class Checkpoints:
             )
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)
-        restored = self._run.load(folder, is_strict, self._load_hooks, meant)
+        restored = self._run.load(folder, is_strict, tuple(self._load_hooks.values()), meant)
         self.place.go_on_from(folder, restored.about.get("iteration"))
         log.info(str(restored))
         return restored

@@ -1,6 +1,7 @@
 """What is not as it was between a checkpoint and the run that is to go on from it; nothing is changed here."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 
@@ -23,33 +24,24 @@ from headway.version import __version__
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
 class RunComparison:
     """Compares checkpoints with one run.
 
-    Args:
+    Attributes:
         runtime, collectives, strategy, precision: the run's.
         batch: its global batch.
         positions: where its loaders stand.
         schedules: its schedules.
     """
 
-    def __init__(
-        self,
-        runtime: ProcessRuntime,
-        collectives: Collectives,
-        strategy: Strategy,
-        precision: Precision,
-        batch: GlobalBatch,
-        positions: LoaderPositions,
-        schedules: Schedules,
-    ) -> None:
-        self._runtime = runtime
-        self._collectives = collectives
-        self._strategy = strategy
-        self._precision = precision
-        self._batch = batch
-        self._positions = positions
-        self._schedules = schedules
+    runtime: ProcessRuntime
+    collectives: Collectives
+    strategy: Strategy
+    precision: Precision
+    batch: GlobalBatch
+    positions: LoaderPositions
+    schedules: Schedules
 
     def check(
         self,
@@ -82,7 +74,7 @@ class RunComparison:
             raise CheckpointError(
                 f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
             )
-        lines = layout_lines(restored.about, self._strategy)
+        lines = layout_lines(restored.about, self.strategy)
         restored.differences = lines + self._compare(saved) + told + cast_lines(parts, found)
         if is_strict and restored.differences:
             raise CheckpointError(
@@ -91,14 +83,14 @@ class RunComparison:
 
     def _of_all(self, problems: list[str]) -> list[str]:
         """Those of all ranks: of what is sharded each sees its part."""
-        return list(dict.fromkeys(line for each in self._collectives.gather_objects(problems) for line in each))
+        return list(dict.fromkeys(line for each in self.collectives.gather_objects(problems) for line in each))
 
     def _compare_meant(
         self, saved: SavedRun, found: CollectedState, changed: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
         """(what cannot be gone on with unless it is meant, what is only told) of the data and the schedules."""
-        data, unused = self._positions.changed(saved)
-        schedules, jumps = self._schedules.changed(saved, found, self._runtime.world_size)
+        data, unused = self.positions.changed(saved)
+        schedules, jumps = self.schedules.changed(saved, found, self.runtime.world_size)
         problems, told = [], [*unused, *jumps, *data, *schedules]
         for what, consequence, lines in (
             ("data", "begins the epoch at its first batch", data),
@@ -113,7 +105,7 @@ class RunComparison:
     def _compare(self, saved: SavedRun) -> list[str]:
         """What is not as it was; nothing is changed."""
         lines = []
-        before, now = saved.world_size, self._runtime.world_size
+        before, now = saved.world_size, self.runtime.world_size
         if before != now:
             lines.append(f"world {before} -> {now}; random streams are derived from (seed, update, rank)")
         elif len(saved.ranks) < now:
@@ -121,21 +113,21 @@ class RunComparison:
                 f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' random streams: these are derived "
                 "from (seed, update, rank)"
             )
-        parts = self._strategy.data_shard.count
+        parts = self.strategy.data_shard.count
         if before == now and saved.num_shards != parts:
             lines.append(
                 f"data in {saved.num_shards} -> {parts} parts; random streams are derived from (seed, update, part)"
             )
         lines += self.plan(saved).lines
-        if saved.precision != self._precision.name:
-            lines.append(f"mixed_precision {saved.precision} -> {self._precision.name}")
+        if saved.precision != self.precision.name:
+            lines.append(f"mixed_precision {saved.precision} -> {self.precision.name}")
         for name, was in saved.versions.items():
             if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
-        if len(saved.loaders) != len(self._positions):
-            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self._positions)} are prepared")
+        if len(saved.loaders) != len(self.positions):
+            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self.positions)} are prepared")
         return lines
 
     def plan(self, saved: SavedRun) -> BatchPlan:
         """How the global batch is kept."""
-        return self._batch.plan(saved.batch, saved.accumulation, saved.num_shards == self._strategy.data_shard.count)
+        return self.batch.plan(saved.batch, saved.accumulation, saved.num_shards == self.strategy.data_shard.count)

@@ -5,7 +5,7 @@ pass's end are kept for that. One within an epoch is not, as the loop goes on at
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.checkpoint.resume.passes import TrainingPasses
@@ -32,10 +32,11 @@ class EvaluationStart:
     over: dict[int, int]
 
 
+@dataclass
 class EvaluationStarts:
     """Watches passes over loaders for those in which nothing is trained.
 
-    Args:
+    Attributes:
         accumulation: counts windows, and knows the loaders in iteration.
         loaders: gives all prepared ones.
         streams: reads the random streams.
@@ -43,25 +44,17 @@ class EvaluationStarts:
         passes: which of the epoch's are over.
     """
 
-    def __init__(
-        self,
-        accumulation: AccumulationWindows,
-        loaders: Callable[[], Sequence[PreparedLoader]],
-        streams: Callable[[], dict[str, Any]],
-        epoch: Callable[[], int],
-        passes: TrainingPasses,
-    ) -> None:
-        self._accumulation = accumulation
-        self._loaders = loaders
-        self._streams = streams
-        self._epoch = epoch
-        self._passes = passes
-        self._begun: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._beginning: EvaluationStart | None = None
+    accumulation: AccumulationWindows
+    loaders: Callable[[], Sequence[PreparedLoader]]
+    streams: Callable[[], dict[str, Any]]
+    epoch: Callable[[], int]
+    passes: TrainingPasses
+    _begun: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict, init=False)
+    _beginning: EvaluationStart | None = field(default=None, init=False)
 
     def note(self, loader: PreparedLoader) -> None:
         """The loader is about to be asked for a batch."""
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if loader.is_fresh:
             self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
             # A pass that is resumed may have nothing left: then this is its end.
@@ -73,13 +66,13 @@ class EvaluationStarts:
     def is_one(self, loader: PreparedLoader) -> bool:
         """Is the pass over this loader an evaluation: has no window begun in it, nor in any before?"""
         windows, _ = self._begun.get(loader.seed, (-1, {}))
-        is_trained_on = any(each.seed == loader.seed for each in self._accumulation.trained_on)
-        return windows == self._accumulation.num_windows and not is_trained_on
+        is_trained_on = any(each.seed == loader.seed for each in self.accumulation.trained_on)
+        return windows == self.accumulation.num_windows and not is_trained_on
 
     def beginning(self) -> EvaluationStart:
         """What a save in this evaluation takes for the loaders, the streams and the epoch."""
         known = self._beginning
-        if known is not None and known.num_windows == self._accumulation.num_windows:
+        if known is not None and known.num_windows == self.accumulation.num_windows:
             return known
         return self._now()
 
@@ -92,10 +85,8 @@ class EvaluationStarts:
         self._beginning = self._now()
 
     def _now(self) -> EvaluationStart:
-        states = [self._rewound(each) for each in self._loaders()]
-        return EvaluationStart(
-            self._streams(), states, self._epoch(), self._accumulation.num_windows, self._passes.over()
-        )
+        states = [self._rewound(each) for each in self.loaders()]
+        return EvaluationStart(self.streams(), states, self.epoch(), self.accumulation.num_windows, self.passes.over())
 
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""

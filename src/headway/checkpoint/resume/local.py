@@ -25,7 +25,7 @@ class LocalState:
     Args:
         training: which models are and were trained locally.
         preparation: the prepared objects.
-        collectives: with the other ranks.
+        collectives: among all ranks.
     """
 
     def __init__(self, training: LocalTraining, preparation: Preparation, collectives: Collectives) -> None:

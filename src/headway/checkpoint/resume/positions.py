@@ -18,7 +18,7 @@ class LoaderPositions:
 
     Args:
         loaders: the prepared loaders; the list grows.
-        collectives: with the other ranks.
+        collectives: among all ranks.
     """
 
     def __init__(self, loaders: Sequence[PreparedLoader], collectives: Collectives) -> None:

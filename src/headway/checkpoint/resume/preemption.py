@@ -46,13 +46,13 @@ class PreemptionGuard:
     def at_fetch(self, loader: PreparedLoader) -> None:
         """A check before a batch."""
         run = self._run
-        if self._stopping.check(run.num_windows, lambda: _where(run, loader)):
+        if self._stopping.check(run.windows.num_windows, lambda: _where(run, loader)):
             self._answer(run.evaluations.beginning() if run.evaluations.is_one(loader) else None)
 
     def check(self) -> None:
         """A check elsewhere: what a loop without prepared loaders passes on every rank."""
         run = self._run
-        if self._stopping.check(run.num_windows, lambda: _where(run, None)):
+        if self._stopping.check(run.windows.num_windows, lambda: _where(run, None)):
             self._answer(None)
 
     def start(self) -> None:
@@ -92,4 +92,4 @@ def _where(run: RunState, loader: PreparedLoader | None) -> tuple[str, bool]:
     if loader is not None:
         number = [each.seed for each in run.loaders].index(loader.seed)
         place += f", loader {number}, epoch {loader.epoch}, {loader.num_consumed} samples"
-    return place, run.is_unfinished
+    return place, run.windows.is_unfinished

@@ -48,6 +48,8 @@ class RunState:
     """The state of one Accelerator's run.
 
     Attributes:
+        runtime, clock, windows: as they were given; those of the step.
+        local: what each rank has of its own under local SGD.
         notes: what other parts want to find in each manifest again.
         evaluations: where a save in an evaluation goes back to.
         run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
@@ -67,7 +69,8 @@ class RunState:
         clock: UpdateClock,
         local_training: LocalTraining,
     ) -> None:
-        self._step, accumulation = step, step.windows
+        self.runtime, self.clock, self.windows = runtime, clock, step.windows
+        self._step = step
         self.saver = Saver(runtime, collectives, clock)
         self.custom: list[Stateful] = []
         self.epoch = 0
@@ -75,26 +78,23 @@ class RunState:
         self.notes: dict[str, Any] = {}
         self.run_id: str | None = None
         self._ask: Callable[[PreparedLoader], None] | None = None
-        self._passes = TrainingPasses(accumulation, lambda: preparation.loaders)
+        self._passes = TrainingPasses(self.windows, lambda: preparation.loaders)
         self.evaluations = EvaluationStarts(
-            accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
+            self.windows, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
         )
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
-        self._batch = GlobalBatch(preparation.loaders, accumulation)
+        self._batch = GlobalBatch(preparation.loaders, self.windows)
         self._positions = LoaderPositions(preparation.loaders, collectives)
         self._schedules = Schedules(preparation)
-        self._local = LocalState(local_training, preparation, collectives)
+        self.local = LocalState(local_training, preparation, collectives)
         self._comparison = RunComparison(
             runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
         )
-        self._runtime = runtime
         self._collectives = collectives
         self._strategy = strategy
         self._precision = precision
         self._preparation = preparation
-        self._accumulation = accumulation
-        self._clock = clock
         self._mark: WindowSnapshot | None = None
         preparation.events.asked.append(self._before_fetch)
 
@@ -102,11 +102,6 @@ class RunState:
     def models(self) -> list[torch.nn.Module]:
         """The prepared models, as the user made them."""
         return list(self._preparation.models)
-
-    @property
-    def runtime(self) -> ProcessRuntime:
-        """This process."""
-        return self._runtime
 
     @property
     def loaders(self) -> list[PreparedLoader]:
@@ -119,35 +114,15 @@ class RunState:
         return any(loader.is_stopped for loader in self._preparation.loaders)
 
     @property
-    def num_windows(self) -> int:
-        """Windows begun so far."""
-        return self._accumulation.num_windows
-
-    @property
-    def clock(self) -> UpdateClock:
-        """Counts the updates that happened."""
-        return self._clock
-
-    @property
-    def has_parted(self) -> bool:
-        """Do the states of optimizers differ between the ranks?"""
-        return self._local.has_parted
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Is a window open?"""
-        return self._accumulation.is_unfinished
-
-    @property
     def is_without_loader(self) -> bool:
         """Does the loop take its batches from elsewhere, and whole?"""
-        return not self._accumulation.active and not self._accumulation.is_cut
+        return not self.windows.active and not self.windows.is_cut
 
     def place(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
         """Where the run is; a checkpoint of the same place holds the same (custom objects aside)."""
         states = [each.run_state() for each in self.loaders] if before is None else before.states
         positions = [(each["epoch"], each["consumed"]) for each in states]
-        return self._clock.num_updates, self.num_windows, self._accumulation.is_unfinished, *positions
+        return self.clock.num_updates, self.windows.num_windows, self.windows.is_unfinished, *positions
 
     # ---------------------------------------------------------------- marks
 
@@ -161,8 +136,8 @@ class RunState:
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
         # A loop may collect an update's micro-batches first; not from a loader that nothing is trained on.
-        trained_on = {each.seed for each in self._accumulation.trained_on}
-        most = self._accumulation.num_steps if not trained_on or loader.seed in trained_on else 1
+        trained_on = {each.seed for each in self.windows.trained_on}
+        most = self.windows.num_steps if not trained_on or loader.seed in trained_on else 1
         if is_free := self._preparation.events.is_free(loader, most):
             self._note_window()
         if self._began is not None:
@@ -175,7 +150,7 @@ class RunState:
 
     def _check_told(self) -> None:
         """A save in this epoch told that it was over: is something trained all the same?"""
-        if self._told_over is not None and self.num_windows > self._told_over:
+        if self._told_over is not None and self.windows.num_windows > self._told_over:
             self._told_over = None
             log.warning_once(
                 "a checkpoint was saved between two loops of epoch %d that train: it counts as saved at the epoch's end, and a run "
@@ -185,7 +160,7 @@ class RunState:
 
     def _note_window(self) -> None:
         """Note where a window begins, where one may be saved in its middle."""
-        if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
+        if self.windows.num_steps > 1 and not self.windows.is_unfinished:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
             streams = self._read_streams() if self._is_saving else None
@@ -194,13 +169,13 @@ class RunState:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
             states = [each.run_state(is_brief=True) for each in loaders]
-            self._mark = WindowSnapshot(streams, states, self._local.steps(), self._pieces(), changed)
+            self._mark = WindowSnapshot(streams, states, self.local.steps(), self._pieces(), changed)
 
     def _pieces(self) -> dict[str, int | None]:
         return {} if self._step.pieces is None else asdict(self._step.pieces)
 
     def _read_streams(self) -> dict[str, Any]:
-        return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
+        return {**read_streams(self.runtime.hardware), "loaders": self._preparation.loader_stream.state()}
 
     # ---------------------------------------------------------------- out
 
@@ -236,12 +211,12 @@ class RunState:
             before: the beginning of the evaluation in progress, which a resumed run is to go back to.
             is_alone: replicated state and this rank's own is all there is.
         """
-        is_unfinished = self._accumulation.is_unfinished
+        is_unfinished = self.windows.is_unfinished
         if is_unfinished:
             log.warning(
                 "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start%s",
-                self._accumulation.current.num_done,
-                self._accumulation.num_steps,
+                self.windows.current.num_done,
+                self.windows.num_steps,
                 self._not_marked(),
             )
         collected, states = self._collect_own(before, is_unfinished, is_alone)
@@ -249,18 +224,18 @@ class RunState:
         run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
         mark = self._mark if is_unfinished else None
         run["pieces"] = self._pieces() if mark is None else mark.pieces
-        run["local_steps"] = steps = self._local.steps() if mark is None else mark.local_steps
+        run["local_steps"] = steps = self.local.steps() if mark is None else mark.local_steps
         if not is_alone:
             run["exchange_orders"] = [self._strategy.exchange_order(each) for each in self.models]
-            self._local.add(collected, steps)
+            self.local.add(collected, steps)
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
             over = before.over
         if self._began is not None and before is None and run["epoch"] > self.epoch:
-            self._told_over = self.num_windows
+            self._told_over = self.windows.num_windows
         run["passes_over"] = self._passes.state(over if run["epoch"] == self.epoch else {})
         collected.state["run"] = run
-        about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
+        about = about | {"saved_by": [self.runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
         return collected, about
 
@@ -295,7 +270,7 @@ class RunState:
 
     def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
-        is_unfinished = self._accumulation.is_unfinished
+        is_unfinished = self.windows.is_unfinished
         marked = self._mark.streams if is_unfinished and self._mark is not None else None
         streams = self._read_streams() if marked is None else marked
         if before is not None and not is_unfinished:
@@ -305,17 +280,17 @@ class RunState:
 
     def _add(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
         """Every rank's value; of a rank alone only its own."""
-        told = {self._runtime.rank: own} if is_alone else dict(enumerate(self._collectives.gather_objects(own)))
+        told = {self.runtime.rank: own} if is_alone else dict(enumerate(self._collectives.gather_objects(own)))
         collected.state[name] = [encode(value, f"{name}/{rank}", collected.tensors) for rank, value in told.items()]
 
     def _run_state(self) -> dict[str, Any]:
         preparation = self._preparation
         return {
-            "num_updates": self._clock.num_updates,
+            "num_updates": self.clock.num_updates,
             "optimizer_updates": [each.num_updates for each in preparation.optimizers],
             "batch": asdict(self._batch.state()),
             "ticks": preparation.tick_base,
-            "nominal": self._accumulation.nominal_weights(preparation.models),
+            "nominal": self.windows.nominal_weights(preparation.models),
             "scaler": self._precision.state_dict(),
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
@@ -325,7 +300,7 @@ class RunState:
             "data_shards": self._strategy.data_shard.count,
             "epoch": self.next_epoch(),
             "counts_epochs": self._began is not None,
-            "trained_on": [self._number(each) for each in self._accumulation.trained_on],
+            "trained_on": [self._number(each) for each in self.windows.trained_on],
         }
 
     def _number(self, loader: PreparedLoader) -> int:
@@ -334,7 +309,7 @@ class RunState:
 
     def next_epoch(self) -> int:
         """The epoch that a run resumed from now begins with."""
-        trained_on = self._accumulation.trained_on
+        trained_on = self.windows.trained_on
         if not trained_on:
             return self.epoch
         if self._began is None:  # a loop that does not go by epochs(): the first loader counts them
@@ -361,15 +336,15 @@ class RunState:
 
     def _about(self, is_unfinished: bool) -> dict[str, Any]:
         return {
-            "num_updates": self._clock.num_updates,
+            "num_updates": self.clock.num_updates,
             "epoch": self.next_epoch(),
-            "world_size": self._runtime.world_size,
+            "world_size": self.runtime.world_size,
             **({"layout": axes} if (axes := layout_of(self._strategy)) else {}),
-            "accumulation": self._accumulation.num_steps,
+            "accumulation": self.windows.num_steps,
             "global_batch": self._batch.size(),
             "was_in_mid_window": is_unfinished,
             "run": secrets.token_hex(8) if self.run_id is None else self.run_id,
-            "device": self._runtime.hardware.kind,
+            "device": self.runtime.hardware.kind,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {"headway": __version__, "torch": torch.__version__},
             "notes": dict(self.notes),
@@ -396,9 +371,9 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         parts = self._parts()
-        manifest, found = self.saver.read(path, TargetLayout(parts, self._runtime.rank, self._runtime.world_size))
-        self._local.take(found)
-        saved = read_run(manifest.about, found, self._runtime, self._precision, self._strategy.data_shard.count)
+        manifest, found = self.saver.read(path, TargetLayout(parts, self.runtime.rank, self.runtime.world_size))
+        self.local.take(found)
+        saved = read_run(manifest.about, found, self.runtime, self._precision, self._strategy.data_shard.count)
         restored = Restored(path, manifest.about)
         if hooks:  # they may load models themselves, so all that does not hang on them is checked before
             parts.left_out = set(range(len(parts.models)))
@@ -414,14 +389,14 @@ class RunState:
         notify(
             "resumed",
             step=saved.num_updates,
-            source=self._clock,
+            source=self.clock,
             epoch=saved.epoch,
             folder=str(path),
             differences=restored.differences,
             notes=manifest.about.get("notes"),
         )
         self._take_up(saved, plan, is_new)
-        self._local.take_up(parts, saved.local_steps)
+        self.local.take_up(parts, saved.local_steps)
         return restored
 
     def _agree(self, failure: str | None) -> list[str]:
@@ -451,14 +426,14 @@ class RunState:
 
     def _write_streams(self, streams: dict[str, Any], loader_stream: torch.Tensor | None) -> None:
         own = {name: state for name, state in streams.items() if name != "loaders"}
-        write_streams(own, self._runtime.hardware)
+        write_streams(own, self.runtime.hardware)
         self._preparation.loader_stream.load_state(loader_stream)
 
     def _take_up(self, saved: SavedRun, plan: BatchPlan, is_new: bool) -> None:
         """The counters and the streams, which were read before."""
         preparation = self._preparation
         self.run_id = saved.run_id
-        self._clock.resume(saved.num_updates)
+        self.clock.resume(saved.num_updates)
         for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
             optimizer.resume(count)
         self._schedules.recount(saved)
@@ -468,11 +443,11 @@ class RunState:
             self._step.pieces.go_on(**saved.pieces)
         for model, order in zip(preparation.models, saved.exchange_orders if saved.is_own else ()):
             self._strategy.keep_exchange_order(model, order)
-        self._accumulation.resume(preparation.models, saved.nominal, saved.num_updates)
+        self.windows.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
             preparation.keep_ticks(*saved.ticks)
         known = preparation.loaders
-        self._accumulation.trained_on.extend(known[number] for number in saved.trained_on if number < len(known))
+        self.windows.trained_on.extend(known[number] for number in saved.trained_on if number < len(known))
         self.epoch, self._mark, self._told_over = saved.epoch, None, None
         self._began = {each.seed: each.next_epoch for each in preparation.loaders} if saved.counts_epochs else None
         self._passes.load([] if is_new else saved.passes_over)

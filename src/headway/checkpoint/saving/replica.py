@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
@@ -16,56 +17,6 @@ from headway.errors import CheckpointError
 from headway.runtime.collectives.checked import Collectives
 
 _PIECE = 16 * 2**20
-
-
-class ReplicaReceiver:
-    """Builds the folder on a machine that lacks it.
-
-    Args:
-        folder: the checkpoint's name there.
-        nonce: names the staging folder.
-        manifest: of the checkpoint.
-    """
-
-    def __init__(self, folder: Path, nonce: str, manifest: Manifest) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._staging = folders.staging_folder(folder, nonce)
-        self.failure: str | None = None
-
-    def begin(self) -> None:
-        """Make room."""
-        self._try(lambda: self._staging.mkdir(parents=True))
-
-    def take(self, name: str, piece: bytes, is_first: bool) -> None:
-        """Write a piece of a file; after a failure nothing more."""
-
-        def write() -> None:
-            path = self._staging / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb" if is_first else "ab") as file:
-                file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-
-        self._try(write)
-
-    def commit(self) -> None:
-        """Give the folder its name, and compare every byte."""
-
-        def act() -> None:
-            folders.commit(self._staging, self._folder, self._manifest)
-            verify(self._folder)
-
-        self._try(act)
-        shutil.rmtree(self._staging, ignore_errors=True)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        if self.failure is None:
-            try:
-                act()
-            except (OSError, CheckpointError) as error:
-                self.failure = f"{type(error).__name__}: {error}"
 
 
 def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: Collectives) -> None:
@@ -84,26 +35,28 @@ def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: C
     is_source = collectives.rank == source
     manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
-    receiver = ReplicaReceiver(folder, nonce, manifest) if is_lead and not holders[collectives.rank] else None
-    if receiver is not None:
-        receiver.begin()
-    failure: str | None = None
+    staging = folders.staging_folder(folder, nonce)
+    is_receiver = is_lead and not holders[collectives.rank]
+    failures: list[str] = []
+
+    def attempt(act: Callable[..., Any], *given: Any) -> Any:
+        """After a failure nothing more."""
+        try:
+            return None if failures else act(*given)
+        except (OSError, CheckpointError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            return None
+
     for name, written in manifest.files.items():
         pieces = _pieces(folder / name)
         for start in range(0, max(1, written.num_bytes), _PIECE):
-            piece = b""
-            if is_source and failure is None:
-                try:
-                    piece = next(pieces, b"")
-                except OSError as error:
-                    failure = f"{type(error).__name__}: {error}"
-            piece = collectives.broadcast_object(piece, source)
-            if receiver is not None:
-                receiver.take(name, piece, start == 0)
-    if receiver is not None:
-        receiver.commit()
-        failure = receiver.failure
-    told = collectives.gather_objects(failure)
+            piece = collectives.broadcast_object(attempt(next, pieces, b"") or b"" if is_source else b"", source)
+            if is_receiver:
+                attempt(_append, staging / name, piece, start == 0)
+    if is_receiver:
+        attempt(_commit, staging, folder, manifest)
+        shutil.rmtree(staging, ignore_errors=True)
+    told = collectives.gather_objects(next(iter(failures), None))
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
     if failed:
         raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
@@ -113,3 +66,18 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
             yield piece
+
+
+def _append(path: Path, piece: bytes, is_first: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb" if is_first else "ab") as file:
+        file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit(staging: Path, folder: Path, manifest: Manifest) -> None:
+    """Give the folder its name, and compare every byte."""
+    staging.mkdir(parents=True, exist_ok=True)  # where there was no file
+    folders.commit(staging, folder, manifest)
+    verify(folder)

@@ -5,13 +5,12 @@ to which all ranks contribute. Where each has a disk of its own, each keeps a co
 ranks; such a checkpoint exists where the machines hold it with one manifest hash.
 """
 
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
@@ -42,6 +41,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
 
 log = get_logger(__name__)
+_T = TypeVar("_T")
 
 
 class Saver:
@@ -49,7 +49,7 @@ class Saver:
 
     Args:
         runtime: this process.
-        collectives: with the other ranks.
+        collectives: among all ranks.
         source: whose state it is, for who hears of each commit.
     """
 
@@ -62,7 +62,6 @@ class Saver:
         self._pending: SaveJob | None = None
         self._verified: tuple[Path, str] | None = None
         self._alone = BackgroundSave()
-        self._alone_job: SaveJob | None = None
 
     # ---------------------------------------------------------------- save
 
@@ -147,29 +146,25 @@ class Saver:
             raise
 
     def _save(self, job: SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
-        is_alone, collected = job.policy.is_alone, job.content
-        self._together(lambda: begin(job), job, is_alone)
+        self._together(partial(begin, job), job)
         if fill is not None:
-            self._together(partial(fill, job.staging), job, is_alone)
-        made: list[CollectedState] = []
+            self._together(partial(fill, job.staging), job)
 
-        def complete() -> None:
+        def complete() -> CollectedState:
             if seal is not None:
                 seal()
-            made.append(in_pieces(collected))
+            return in_pieces(job.content)
 
-        self._together(complete, job, is_alone)
-        job = replace(job, content=made[0])
-        self._together(lambda: announce(job), job, is_alone)
+        job = replace(job, content=self._together(complete, job))
+        self._together(partial(announce, job), job)
         if job.policy.is_blocking:
-            self._together(lambda: write(job), job, is_alone)
-            if not is_alone:
+            self._together(partial(write, job), job)
+            if not job.policy.is_alone:
                 self._after(job)
             return
         taken = self._snapshot.take(job.content.tensors, job.own_names)
         job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
-        if is_alone:
-            self._alone_job = job
+        if job.policy.is_alone:
             self._alone.start(job)
         else:
             self._pending = job
@@ -215,14 +210,16 @@ class Saver:
         part = runtime.local_rank if runtime.local_rank < num_parts else None
         return DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _together(self, act: Callable[[], Any], job: SaveJob, is_alone: bool = False) -> None:
+    def _together(self, act: Callable[[], _T], job: SaveJob) -> _T:
         """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
+        result: _T | None = None
         failure: str | None = None
         cause: BaseException | None = None
         try:
-            act()
+            result = act()
         except Exception as error:  # such as a hook's: the other ranks must hear of it, and the folder must go
             failure, cause = f"{type(error).__name__}: {error}", error
+        is_alone = job.policy.is_alone
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
@@ -230,6 +227,7 @@ class Saver:
             raise CheckpointError(
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
+        return cast(_T, result)
 
     def _after(self, job: SaveJob) -> None:
         """On own disks: all machines must hold the same, and only then the old ones go."""
@@ -250,10 +248,8 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        for background, job in ((self._background, self._pending), (self._alone, self._alone_job)):
-            error = background.take_error()
-            if error is not None:
-                raise _failed(job, error) from error
+        self._background.check()
+        self._alone.check()
 
     def wait(self, is_alone: bool = False) -> None:
         """Wait for the save behind the loop; every rank calls it.
@@ -265,19 +261,12 @@ class Saver:
             CheckpointError: on every rank, where any could not write; on this one, where it could not, saving alone.
         """
         self._background.join()
-        error = self._alone.wait()
-        if error is not None:
-            raise _failed(self._alone_job, error) from error
+        self._alone.join()
+        self._alone.check()
         if self._pending is None or is_alone:
             return
         job, self._pending = self._pending, None
-        error = self._background.wait()
-
-        def outcome() -> None:
-            if error is not None:
-                raise _failed(job, error) from error
-
-        self._together(outcome, job)
+        self._together(self._background.check, job)
         self._after(job)
 
     @property
@@ -414,10 +403,3 @@ def _common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, 
     """What all of the disks hold, in the order of the first; a damaged one is looked at, to say so."""
     first = everywhere[0] if everywhere else ()
     return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]
-
-
-def _failed(job: SaveJob | None, error: BaseException) -> CheckpointError:
-    where = "a checkpoint" if job is None else os.fspath(job.final)
-    return CheckpointError(
-        f"{where} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are as they were"
-    )

@@ -7,7 +7,6 @@ others, only that they found the same (a hash). Of other pieces each rank knows 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
 from headway.checkpoint.format.manifest import TensorEntry
 from headway.errors import CheckpointError
 from headway.weights.pieces import ShardPiece, TensorSplit
+from headway.weights.shards import dtype_name
 
 
 def pattern_of(name: str) -> str:
@@ -84,9 +84,7 @@ def _grid(name: str, piece: ShardPiece) -> ChunkGrid:
 def _chunks(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
     """The boxes of a tensor of which a rank writes several."""
     assert piece.split is not None
-    along = [list(zip(starts, sizes)) for starts, sizes in zip(piece.split.starts, piece.split.sizes)]
-    for number, (place, writer) in enumerate(zip(product(*along), piece.split.writers)):
-        offsets, shape = tuple(start for start, _ in place), tuple(size for _, size in place)
+    for number, (writer, offsets, shape) in enumerate(piece.split.boxes()):
         yield TensorChunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
 
 
@@ -101,11 +99,7 @@ def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
 def _entry(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> TensorEntry:
     assert piece.split is not None
     chunks = _grid(name, piece) if _is_regular(piece.split) else tuple(_chunks(name, piece, tensors))
-    return TensorEntry(piece.shape, _dtype(piece), chunks)
-
-
-def _dtype(piece: ShardPiece) -> str:
-    return str(piece.dtype).removeprefix("torch.")
+    return TensorEntry(piece.shape, dtype_name(piece.dtype), chunks)
 
 
 def _digest(tensors: Mapping[str, Any]) -> str:
@@ -142,6 +136,6 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
     return {
         name: _entry(name, piece, tensors)
         if piece.split is not None
-        else TensorEntry(piece.shape, _dtype(piece), tuple(listed.get(name, ())))
+        else TensorEntry(piece.shape, dtype_name(piece.dtype), tuple(listed.get(name, ())))
         for name, piece in pieces.items()
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.log import get_logger
-from headway.runtime import side_streams as lanes
+from headway.runtime import side_streams
 from headway.runtime.arenas import arenas
 from headway.runtime.side_streams import StreamPoint
 from headway.weights.pieces import ShardPiece
@@ -42,8 +42,8 @@ class HostCopies:
 
     def __init__(
         self,
-        mark: Callable[[torch.device], StreamPoint] = lanes.point,
-        allocate: Callable[[int], torch.Tensor] = lanes.pinned,
+        mark: Callable[[torch.device], StreamPoint] = side_streams.point,
+        allocate: Callable[[int], torch.Tensor] = side_streams.pinned,
     ) -> None:
         self._mark = mark
         self._allocate = allocate

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from headway.runtime.events import notify
 from headway.runtime.heartbeat import file as pulse
 from headway.runtime.side_streams import StreamPoint
 from headway.weights.pieces import ShardPiece
+from headway.weights.shards import dtype_name
 
 log = get_logger(__name__)
 
@@ -178,34 +179,30 @@ class SaveWait:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_joined = False
-        self._is_collecting = False
+        self._now: set[str] = set()
         self._former: str | None = None
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self) -> AbstractContextManager[None]:
         """The main thread waits for the thread that writes."""
-        self._set(is_joined=True)
-        try:
-            yield
-        finally:
-            self._set(is_joined=False)
+        return self._within({"joined"})
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """This rank's part is written; those of the others are waited for."""
         is_main = threading.current_thread() is threading.main_thread()
-        self._set(is_collecting=True, **({"is_joined": True} if is_main else {}))
+        return self._within({"collecting", "joined"} if is_main else {"collecting"})
+
+    @contextmanager
+    def _within(self, added: set[str]) -> Iterator[None]:
+        self._update(added, set())
         try:
             yield
         finally:
-            self._set(is_collecting=False, **({"is_joined": False} if is_main else {}))
+            self._update(set(), added)
 
-    def _set(self, is_joined: bool | None = None, is_collecting: bool | None = None) -> None:
+    def _update(self, added: set[str], gone: set[str]) -> None:
         with self._lock:
-            self._is_joined = self._is_joined if is_joined is None else is_joined
-            self._is_collecting = self._is_collecting if is_collecting is None else is_collecting
-            is_waiting, own = self._is_joined and self._is_collecting, pulse.own()
+            self._now = (self._now | added) - gone
+            is_waiting, own = self._now == {"collecting", "joined"}, pulse.own()
             if is_waiting and self._former is None:
                 self._former = own.read().phase
                 own.set_phase(pulse.PARTS)
@@ -328,7 +325,7 @@ def _assemble(
         if isinstance(tensor, ShardPiece)
         else TensorEntry(
             tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
+            dtype_name(tensor.dtype),
             (TensorChunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
         )
         for name, tensor in job.content.tensors.items()
@@ -368,7 +365,7 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
-        self._error: BaseException | None = None
+        self._error: CheckpointError | None = None
         self._wait = SaveWait()
 
     @property
@@ -377,13 +374,17 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: SaveJob) -> None:
-        """Write the job on a thread; `wait` must have returned before."""
+        """Write the job on a thread; `join` must have returned before."""
 
         def run() -> None:
             try:
                 write(job, self._wait)
             except BaseException as error:  # handed to the loop, which raises it
-                self._error = error
+                self._error = CheckpointError(
+                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are "
+                    "as they were"
+                )
+                self._error.__cause__ = error
                 abandon(job)
             finally:
                 self._is_over.set()
@@ -401,12 +402,12 @@ class BackgroundSave:
                 self._thread.join()
             self._thread = None
 
-    def wait(self) -> BaseException | None:
-        """Wait for the save under way; returns its error, once."""
-        self.join()
-        return self.take_error()
+    def check(self) -> None:
+        """Raise the error of a save that failed meanwhile, once.
 
-    def take_error(self) -> BaseException | None:
-        """The error of a save that failed meanwhile, once."""
+        Raises:
+            CheckpointError: it could not be written.
+        """
         error, self._error = self._error, None
-        return error
+        if error is not None:
+            raise error

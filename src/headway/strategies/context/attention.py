@@ -7,7 +7,6 @@ own ring attention takes the causal calls (`ring`).
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.strategies.blocks import extend
 from headway.strategies.context import zigzag
 from headway.strategies.tensor.crossings import SplitAxis
 
@@ -46,7 +46,7 @@ class WholeSequenceAttention(TorchFunctionMode):
         self.num_calls = 0
 
     def open(self, is_open: bool) -> None:
-        """Attention is taken over from here on, or not."""
+        """Blocks compute in it from here on, or not."""
         self.is_open = is_open
 
     def note_length(self, length: int) -> None:
@@ -149,7 +149,7 @@ _KEY = "_headway_attention"
 
 
 class SplitBlock:
-    """Mixed in before a block's class: its forward runs in the context, also where it runs again in backward."""
+    """Mixed in before a block's class: its forward runs in whole-sequence attention, also where it runs again in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, whose attention sees whole sequences."""
@@ -160,14 +160,8 @@ class SplitBlock:
             return run(*args, **kwargs)
 
 
-@cache
-def _in_door(bare: Any) -> type:
-    added = {"__module__": bare.__module__, "__doc__": bare.__doc__}
-    return type(bare.__name__, (SplitBlock, bare), added)
-
-
 def put_in(block: torch.nn.Module, attention: WholeSequenceAttention) -> None:
-    """Put the context around a block's forward, in the place of an earlier one.
+    """Let a block's forward run in this attention, in the place of an earlier one.
 
     Raises:
         PrepareError: its class cannot be extended.
@@ -178,16 +172,12 @@ def put_in(block: torch.nn.Module, attention: WholeSequenceAttention) -> None:
                 f"a block of class {type(block).__name__} has a forward of its own on the object (compiled or patched), which "
                 "context parallelism cannot reach; take it off before prepare()"
             )
-        kind: Any = type(block)
-        try:
-            block.__class__ = _in_door(kind)
-        except TypeError as error:
-            raise PrepareError(f"the class {type(block).__qualname__} cannot be extended: {error}") from error
+        extend(block, SplitBlock)
     block.__dict__[_KEY] = attention
 
 
 def take_out(block: torch.nn.Module) -> None:
-    """Take the context away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
+    """Take it away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
     if not isinstance(block, SplitBlock):
         return
     if SplitBlock in type(block).__bases__:

@@ -1,7 +1,7 @@
 """Does a model compute the same when its sequences are cut? A few tokens of its first batch, whole and cut, beside each other.
 
 What would make it differ without an error: positions made within a block, which would begin at 0 on every rank; attention or
-convolutions past it; a loss that is neither a mean nor a sum over tokens; labels that are shifted within the model.
+convolutions past that function; a loss that is neither a mean nor a sum over tokens; labels that are shifted within the model.
 """
 
 import math

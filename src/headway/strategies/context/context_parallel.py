@@ -2,13 +2,13 @@
 
 The model is called with whole sequences, alike on all ranks of the axis. Embeddings and positions are computed whole; the first
 block's input is cut (`zigzag`), and so is what the model gives to its blocks beside it: rotary embeddings, position ids, rows of
-masks. Within blocks attention is taken over (`attention.py`); everything else is done token by token. Where the model is
+masks. Within blocks attention goes through `WholeSequenceAttention`; everything else is done token by token. Where the model is
 given labels, they are cut too, its loss is the sum of the ranks' shares, and logits stay where they are; without labels its
 outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
 
 The first call is rehearsed on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
-that mixes tokens otherwise an error and not another result.
+that mixes tokens past that function an error and not another result.
 """
 
 import inspect
@@ -94,7 +94,7 @@ class ContextParallel:
         self._ring = ring.find(
             mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.RingDispatcher)
         )
-        self._door = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
+        self._attention = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
         self._streams = SplitRNG(self._axis)
         self._phase, self._length = CallPhase.NONE, 0
         self._ways: dict[tuple[bool, bool], SplitRegion] = {}
@@ -109,7 +109,7 @@ class ContextParallel:
 
     def _put_in(self) -> None:
         for block in self._blocks:
-            put_in(block, self._door)
+            put_in(block, self._attention)
             self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
             self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
         self._hooks.append(self._last.register_forward_hook(self._after_last_block))
@@ -129,11 +129,11 @@ class ContextParallel:
     def recomputing(self) -> Iterator[None]:
         """A backward: blocks that are computed again see their part, as in forward."""
         with self._in(CallPhase.BACKWARD):
-            self._door.open(True)
+            self._attention.open(True)
             try:
                 yield
             finally:
-                self._door.open(False)
+                self._attention.open(False)
 
     @contextmanager
     def _in(self, phase: CallPhase) -> Iterator[None]:
@@ -268,12 +268,12 @@ class ContextParallel:
         self, ways: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> SplitRegion | str:
         """Which of the ways gives the same as the whole; else what differs, in words."""
-        self._door.forget_calls()
+        self._attention.forget_calls()
         found = ""
         try:
             call = self._read(args, kwargs, ways[0])
             out = self._run(CallPhase.CUT, call.args, call.kwargs, ways[0])
-            if not self._door.num_calls:
+            if not self._attention.num_calls:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for way in ways:
                 cut = self._finish(call, out, way, is_training=False)
@@ -334,20 +334,20 @@ class ContextParallel:
         if block.training:
             self._streams.part()
         if self._phase is CallPhase.CUT:
-            self._door.open(True)
+            self._attention.open(True)
         return args, kwargs
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
         if self._phase is CallPhase.CUT:
             self._length = x.shape[1]
-            self._door.note_length(self._length)
+            self._attention.note_length(self._length)
         return zigzag.part_of(x, self._axis, 1)
 
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
         self._streams.join()
         if self._phase is not CallPhase.BACKWARD:
-            self._door.open(False)
+            self._attention.open(False)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
         if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:

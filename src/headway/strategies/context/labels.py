@@ -113,7 +113,10 @@ class SplitLabels:
         self._check_padding(labels)
         if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
             labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored)
-        parts = {name: zigzag.part_of(label, self._axis, 1, self._filler(label)) for name, label in labels.items()}
+        parts = {
+            name: zigzag.part_of(label, self._axis, 1, self.ignored if _is_class(label) else 0)
+            for name, label in labels.items()
+        }
         counted = "shift_labels" if "shift_labels" in labels else next(iter(labels))
         counts = self._count(labels[counted]), self._count(parts[counted])
         rest = args[len(self._parameters) :]
@@ -151,9 +154,6 @@ class SplitLabels:
             f"{self.ignored}, but they contain {least}; name the label that the loss of {self._name} ignores: "
             f"TorchContextParallelConfig(ignore_index={least}), or pad batches to a multiple of {2 * self._axis.size} tokens"
         )
-
-    def _filler(self, label: torch.Tensor) -> int:
-        return self.ignored if _is_class(label) else 0
 
     def _count(self, label: torch.Tensor) -> torch.Tensor:
         """Labels that count; no loss counts negative ones."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, all_gather, reduce_scatter
 
 
 def padded(length: int, axis: SplitAxis) -> int:
@@ -49,12 +49,7 @@ def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
 def scatter(terms: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of the ranks' terms; autograd does not see it."""
     stacked = _by_rank(terms, axis, dim % terms.dim())
-    collectives = torch.ops._c10d_functional
-    flat = stacked.view(-1, *stacked.shape[2:])
-    found: torch.Tensor = collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(flat, "sum", axis.size, axis.group.group_name)
-    )
-    return found
+    return reduce_scatter(stacked.view(-1, *stacked.shape[2:]), axis)
 
 
 def join(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int = 1) -> torch.Tensor:
@@ -96,10 +91,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, times: int) -> torch.Tensor:
         ctx.axis, ctx.dim, ctx.times = axis, dim, times
-        collectives = torch.ops._c10d_functional
-        found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
-        found = collectives.wait_tensor(found)
-        return _in_order(found.view(axis.size, *part.shape), axis, dim)
+        return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

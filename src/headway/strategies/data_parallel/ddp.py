@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.common.optional import Later
+from headway.common.text import listed
 from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import HeadwayError, StateError, UnsupportedError
@@ -28,10 +30,9 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.group import CPU_ENGINE, engine_of
-from headway.strategies.base import Engine, Transform
+from headway.strategies.base import Engine, Strategy, Transform
 from headway.strategies.data_parallel.bucket_order import order_of, take_order
-from headway.strategies.data_parallel.replica import GradientBuckets
-from headway.strategies.single import SingleStrategy
+from headway.strategies.data_parallel.replica import average_gradients
 
 default_hooks = Later("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 powerSGD_hook = Later("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")  # noqa: N816  (torch's name)
@@ -39,7 +40,6 @@ powerSGD_hook = Later("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 # torch 2.13 renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
-_NUM_NAMES = 5
 _SPARSE = (
     "{0} has sparse gradients, and its loss was not computed by calling {0} itself once: only DDP's own reduction knows sparse "
     "gradients. Compute one loss from model(inputs), or build the layer with sparse=False"
@@ -47,7 +47,28 @@ _SPARSE = (
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024  # DDP's own bound for a broadcast of buffers
 
 
-class DDPStrategy(SingleStrategy):
+@dataclass
+class Replica:
+    """A model in DDP, and where its gradients are on their way.
+
+    Attributes:
+        engine: DDP.
+        has_learned: a static graph has seen its first backward.
+        is_apart: in a block of `keep_local`.
+        is_armed: its reducer waits for gradients of its own forward.
+        is_kept_local: its last forward was in no_sync, and has not been run backward.
+        must_average: a backward has changed its gradients on this rank alone.
+    """
+
+    engine: DistributedDataParallel
+    has_learned: bool = False
+    is_apart: bool = False
+    is_armed: bool = False
+    is_kept_local: bool = False
+    must_average: bool = False
+
+
+class DDPStrategy(Strategy):
     """A replica per process."""
 
     name = "ddp"
@@ -56,16 +77,8 @@ class DDPStrategy(SingleStrategy):
         super().__init__(collectives)
         self.gradient_divisor = collectives.world_size
         self._options = options
-        self._engines: dict[int, DistributedDataParallel] = {}
-        self._learned: set[int] = set()
+        self._replicas: dict[int, Replica] = {}
         self._reduced: dict[int, str] = {}
-        self._local: set[int] = set()
-        self._armed: set[int] = set()
-        """Whose reducer waits for gradients of its own forward."""
-        self._kept_local: set[int] = set()
-        """Whose last forward was in no_sync, and has not been run backward."""
-        self._to_average: set[int] = set()
-        """Whose gradients a backward has changed on this rank alone."""
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values."""
@@ -85,21 +98,19 @@ class DDPStrategy(SingleStrategy):
             **_NO_FORWARD_SYNC,
         )
         _register_hook(engine, chosen)
-        self._engines[id(model)] = engine
+        self._replicas[id(model)] = Replica(engine)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._reduced.update((id(p), name) for name, p in trained.items())
-        if len(self._engines) == 1:
+        if len(self._replicas) == 1:
             # A prepared model may outlive its Accelerator, and would keep the engine and so the group beyond its end.
             process.at_end(self.release, is_engine=True)
 
         def run(*args: object, **kwargs: object) -> Any:
-            engine = self._engines[id(model)]
-            travels = engine.require_backward_grad_sync
-            (self._armed if travels else self._kept_local).add(id(model))
-            if travels:
-                self._kept_local.discard(id(model))
+            replica = self._replicas[id(model)]
+            travels = replica.engine.require_backward_grad_sync
+            replica.is_armed, replica.is_kept_local = replica.is_armed or travels, not travels
             try:
-                return engine(*args, **kwargs)
+                return replica.engine(*args, **kwargs)
             except RuntimeError as error:
                 named = _named(error, model, trained)
                 if named is None:
@@ -110,15 +121,17 @@ class DDPStrategy(SingleStrategy):
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """DDP's no_sync where gradients stay local."""
-        engine = self._engines.get(id(model))
-        if sync or engine is None:
-            self._kept_local.discard(id(model))
+        replica = self._replicas.get(id(model))
+        if replica is None:
             return nullcontext()
-        if self._options.static_graph and id(model) not in self._learned:
+        if sync:
+            replica.is_kept_local = False
+            return nullcontext()
+        if self._options.static_graph and not replica.has_learned:
             # DDP learns a static graph from the first backward, which must not be a local one.
-            self._learned.add(id(model))
+            replica.has_learned = True
             return nullcontext()
-        return engine.no_sync()
+        return replica.engine.no_sync()
 
     @contextmanager
     def keep_local(self, model: torch.nn.Module) -> Iterator[None]:
@@ -131,75 +144,67 @@ class DDPStrategy(SingleStrategy):
             raise UnsupportedError(
                 "static_graph=True needs gradients that are reduced at each backward, which local SGD does not do; leave it out"
             )
-        engine = self._engines.get(id(model))
-        self._local.add(id(model))
+        replica = self._replicas.get(id(model))
+        if replica is None:  # nothing of it learns
+            yield
+            return
+        replica.is_apart = True
         try:
-            with nullcontext() if engine is None else engine.no_sync():
+            with replica.engine.no_sync():
                 yield
         finally:
-            self._local.discard(id(model))
+            replica.is_apart = False
 
     def peers(self) -> Collectives | None:
         """All ranks, except in local SGD and in `no_sync`."""
-        is_apart = self._local or any(not engine.require_backward_grad_sync for engine in self._engines.values())
+        replicas = self._replicas.values()
+        is_apart = any(each.is_apart or not each.engine.require_backward_grad_sync for each in replicas)
         return None if is_apart else self.everyone
 
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that DDP made alike."""
-        for engine in self._engines.values():
-            ignored = engine.parameters_to_ignore
-            yield from ((name, p) for name, p in engine.module.named_parameters() if name not in ignored)
+        for each in self._replicas.values():
+            ignored = each.engine.parameters_to_ignore
+            yield from ((name, p) for name, p in each.engine.module.named_parameters() if name not in ignored)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Its gradients travel, also where the forward was in no_sync."""
-        self._kept_local.difference_update(map(id, models))
+        for replica in filter(None, (self._replicas.get(id(model)) for model in models)):
+            replica.is_kept_local = False
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward; note whose gradients have not travelled in it."""
         super().backward(loss, factor, precision, **kwargs)
-        for key, engine in self._engines.items():
-            if key in self._armed:
-                if _unfinished(engine) is None:
-                    self._armed.discard(key)
-            elif engine.require_backward_grad_sync and key not in self._kept_local:
-                self._to_average.add(key)
-        self._kept_local.clear()
+        for each in self._replicas.values():
+            if each.is_armed:
+                each.is_armed = _unfinished(each.engine) is not None
+            elif each.engine.require_backward_grad_sync and not each.is_kept_local:
+                each.must_average = True
+            each.is_kept_local = False
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Average gradients that backward left on this rank, and give all ranks rank 0's buffers (e.g. running statistics)."""
-        for key in [key for key in self._engines if key in self._to_average]:
-            self._average(self._engines[key])
-        self._to_average.clear()
+        for each in self._replicas.values():
+            if each.must_average:
+                self._average(each.engine)
+                each.must_average = False
         if not self._options.broadcast_buffers:
             return
-        for key, engine in self._engines.items():
-            if key in self._local:
-                continue
-            buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
-            if buffers and engine.module.training:
+        for each in self._replicas.values():
+            module = each.engine.module
+            buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+            if buffers and module.training and not each.is_apart:
                 # The engine's own coalesced broadcast: one message for all buffers.
-                _broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
+                _broadcast_coalesced(each.engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
 
-    @torch.no_grad()
     def _average(self, engine: DistributedDataParallel) -> None:
         """What has travelled already is the same on all ranks, and an average leaves it as it is."""
         parameters = [p for p in engine.module.parameters() if id(p) in self._reduced and p.requires_grad]
         if all(p.grad is None for p in parameters):
             return  # it took no part in the loss
-        present = torch.tensor([float(p.grad is not None) for p in parameters])
-        if self.everyone.reduce_numbers([float(present.min())], "min")[0] == 0:  # not all of them on every rank
-            self.everyone.sum_in_place([present])
-        used = [p for p, count in zip(parameters, present.tolist()) if count]
-        for p in used:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in used if p.grad is not None]
-        if any(grad.layout is not torch.strided for grad in grads):
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
             raise UnsupportedError(_SPARSE.format(type(engine.module).__name__))
-        torch._foreach_div_(grads, self.everyone.world_size)
-        buckets = GradientBuckets(grads)
-        self.everyone.sum_in_place(buckets.pack(grads))
-        buckets.unpack(grads)
+        average_gradients(parameters, self.everyone)
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step, but never on gradients that only this process has.
@@ -208,8 +213,8 @@ class DDPStrategy(SingleStrategy):
             StateError: parameters were unfrozen after prepare(), or frozen where DDP waits for their gradients.
             UnsupportedError: some took no part in the loss, and DDP waits for their gradients.
         """
-        for key in self._armed:
-            error, module = _unfinished(self._engines[key]), self._engines[key].module
+        for engine in [each.engine for each in self._replicas.values() if each.is_armed]:
+            error, module = _unfinished(engine), engine.module
             named = error and _named(
                 error, module, {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
             )
@@ -236,27 +241,21 @@ class DDPStrategy(SingleStrategy):
 
     def exchange_order(self, model: torch.nn.Module) -> list[int]:
         """That of the engine's buckets; PowerSGD, which keeps a state from exchange to exchange, goes by none."""
-        engine = self._engines.get(id(model))
+        replica = self._replicas.get(id(model))
         is_kept = self._options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
-        return [] if engine is None or is_kept else order_of(engine)
+        return [] if replica is None or is_kept else order_of(replica.engine)
 
     def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Let the buckets begin with it."""
-        if order and (engine := self._engines.get(id(model))) is not None:
-            take_order(engine, order)
+        if order and (replica := self._replicas.get(id(model))) is not None:
+            take_order(replica.engine, order)
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model's engine, or all."""
         super().release()
-        if model is None:
-            self._engines.clear()
-            for kept in (self._learned, self._reduced, self._armed, self._kept_local, self._to_average):
-                kept.clear()
-        elif self._engines.pop(id(model), None) is not None:
-            for noted in (self._learned, self._armed, self._kept_local, self._to_average):
-                noted.discard(id(model))
-            kept = {id(parameter) for engine in self._engines.values() for parameter in engine.module.parameters()}
-            self._reduced = {key: name for key, name in self._reduced.items() if key in kept}
+        self._replicas = {} if model is None else {k: each for k, each in self._replicas.items() if k != id(model)}
+        kept = {id(parameter) for each in self._replicas.values() for parameter in each.engine.module.parameters()}
+        self._reduced = {key: name for key, name in self._reduced.items() if key in kept}
 
 
 def _unfinished(engine: DistributedDataParallel) -> RuntimeError | None:
@@ -302,9 +301,8 @@ def check_hook(options: DistributedDataParallelKwargs, device: torch.device, gro
 
 
 def _frozen(owner: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > _NUM_NAMES else ""
     return (
-        f"{len(names)} parameters of {owner} ({', '.join(names[:_NUM_NAMES])}{more}) were frozen after prepare(): DDP waits for "
+        f"{len(names)} parameters of {owner} ({listed(names)}) were frozen after prepare(): DDP waits for "
         "their gradients, and did not reduce those of the others. Freeze before prepare(), or pass "
         "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
     )

@@ -15,18 +15,18 @@ from headway.config.strategies import DDPCommunicationHookType, DistributedDataP
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Engine, Transform
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 
 _DIRECT_BYTES = 1 << 20
 """Tensors of this size travel where they lie; smaller ones are packed."""
 _BUCKET_BYTES = 25 << 20
 
 
-class ReplicaStrategy(SingleStrategy):
+class ReplicaStrategy(Strategy):
     """A replica per process, whose gradients are reduced after the whole batch."""
 
     name = "ddp"
+    capabilities = Capabilities(local_training=False)
 
     def __init__(self, collectives: Collectives, options: DistributedDataParallelKwargs) -> None:
         super().__init__(collectives)
@@ -65,16 +65,6 @@ class ReplicaStrategy(SingleStrategy):
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Gradients stay local until `reduce_gradients`."""
         return nullcontext()
-
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Refused: a batch in pieces is agreed on by all ranks.
-
-        Raises:
-            UnsupportedError: on several processes, always.
-        """
-        raise UnsupportedError(
-            "microbatching='auto' sums every batch over the ranks, which local SGD does not; drop one of the two"
-        )
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of this rank's part of the average."""
@@ -207,6 +197,23 @@ class GradientBuckets:
         for index, copy in self._copies.items():
             tensors[index].copy_(copy)
         self._copies = {}
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectives) -> None:
+    """Average gradients over a group's ranks; a parameter that has one on none of them gets none."""
+    flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    group.sum_in_place([flags])
+    learning = [parameter for parameter, flag in zip(parameters, flags.tolist()) if flag]
+    for parameter in learning:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [parameter.grad for parameter in learning if parameter.grad is not None]
+    if grads:
+        torch._foreach_div_(grads, group.world_size)
+        buckets = GradientBuckets(grads)
+        group.sum_in_place(buckets.pack(grads))
+        buckets.unpack(grads)
 
 
 def _portions(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -33,23 +33,21 @@ TOP_LEVEL = frozenset(
     """.split()  # noqa: SIM905
 )
 
+_UNSUPPORTED = (
+    "compression_training", "expert_parallel", "hybrid_engine", "progressive_layer_drop", "sparse_gradients",
+    "zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload",
+)  # fmt: skip
 _LOADER = "batches come from Headway's loaders; leave it out"
 _REFUSED = {
+    **dict.fromkeys(_UNSUPPORTED, "it is not supported; leave it out"),
     "amp": "use mixed_precision='bf16' or 'fp16'",
     "autotuning": "it runs the script many times; choose the sizes yourself",
-    "compression_training": "it is not supported; leave it out",
     "curriculum_learning": _LOADER,
     "data_efficiency": _LOADER,
     "dataloader_drop_last": "set drop_last on the DataLoader",
     "elasticity": "Headway keeps the global batch when a run continues on another number of ranks; leave it out",
-    "expert_parallel": "it is not supported; leave it out",
-    "hybrid_engine": "it is not supported; leave it out",
     "pipeline": "it is not supported with this engine; leave it out",
-    "progressive_layer_drop": "it is not supported; leave it out",
-    "sparse_gradients": "it is not supported; leave it out",
     "tensor_parallel": "it is not supported with this engine; see strategy='tp'",
-    "zero_optimization.zenflow": "it is not supported; leave it out",
-    "zero_optimization.offload_optimizer.super_offload": "it is not supported; leave it out",
 }
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
 _SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")

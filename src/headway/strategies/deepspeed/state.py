@@ -13,7 +13,7 @@ import torch
 
 from headway.errors import UnsupportedError
 from headway.strategies.deepspeed.engine import ZeroEngine
-from headway.strategies.deepspeed.optimizer import Twin
+from headway.strategies.deepspeed.optimizer import PartitionedOptimizer
 from headway.weights.partitions import piece_of_range
 from headway.weights.pieces import ShardPiece
 
@@ -50,16 +50,16 @@ class ZeroState:
 
     Args:
         zero: the engine.
-        twin: its optimizer.
+        partitioned: its optimizer.
         model: the user's.
     """
 
-    def __init__(self, zero: ZeroEngine, twin: Twin, model: torch.nn.Module) -> None:
+    def __init__(self, zero: ZeroEngine, partitioned: PartitionedOptimizer, model: torch.nn.Module) -> None:
         self._zero = zero
         self._optimizer = zero.inner
-        self._twin = twin
+        self._partitioned = partitioned
         self._model = model
-        self._learns = {id(p) for p in twin.parameters()}
+        self._learns = {id(p) for p in partitioned.parameters()}
 
     def check(self) -> None:
         """Can its parts be read where they lie?
@@ -129,25 +129,22 @@ class ZeroState:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """A block in which the user's optimizer shows what the engine keeps of its parameters, as pieces."""
-        face, inner = self._twin.face, self._optimizer.optimizer
-        for parameter in self._twin.parameters():
+        given, inner = self._partitioned.given, self._optimizer.optimizer
+        for parameter in self._partitioned.parameters():
             run = self.run(parameter)
             if run is None:
                 continue
             if run.flat is None:  # another rank has all of it: the names must be alike
-                flat = self._any_flat()
+                flat = next(iter(self._optimizer.single_partition_of_fp32_groups), None)
                 state = inner.state.get(flat, {}) if flat is not None else {}
             else:
                 flat, state = run.flat, inner.state.get(run.flat, {})
             if state and flat is not None:
-                face.state[parameter] = {key: self._shown(run, flat, value) for key, value in state.items()}
+                given.state[parameter] = {key: self._shown(run, flat, value) for key, value in state.items()}
         try:
             yield
         finally:
-            face.state.clear()
-
-    def _any_flat(self) -> torch.Tensor | None:
-        return next(iter(self._optimizer.single_partition_of_fp32_groups), None)
+            given.state.clear()
 
     @staticmethod
     def _shown(run: FlatSlice, flat: torch.Tensor, value: Any) -> Any:
@@ -162,13 +159,13 @@ class ZeroState:
 
     def settle(self) -> None:
         """Values were put into the pieces, and states into the user's optimizer: the engine goes on from them."""
-        face, inner, optimizer = self._twin.face, self._optimizer.optimizer, self._optimizer
+        given, inner, optimizer = self._partitioned.given, self._optimizer.optimizer, self._optimizer
         with torch.no_grad():
-            for parameter in self._twin.parameters():
-                state, run = face.state.get(parameter), self.run(parameter)
+            for parameter in self._partitioned.parameters():
+                state, run = given.state.get(parameter), self.run(parameter)
                 if state and run is not None and run.flat is not None:
                     self._take(run, inner.state[run.flat], state, type(inner).__name__ == "DeepSpeedCPUAdam")
-            face.state.clear()
+            given.state.clear()
             if self._zero.stage < 3:
                 optimizer.update_lp_params()
                 return

@@ -21,21 +21,20 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.strategies.deepspeed.engine import ZeroEngine, quieten
 from headway.strategies.deepspeed.from_json import StandIns
 from headway.strategies.deepspeed.keys import DeepSpeedConfigReport, Facts, complete_config
-from headway.strategies.deepspeed.optimizer import Twin, takes_cpu_adam
+from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, takes_cpu_adam
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.strategies.deepspeed.schema import known_keys
 from headway.strategies.deepspeed.state import ZeroState
-from headway.strategies.single import SingleStrategy
 
 log = get_logger(__name__)
 
 
-class DeepSpeedStrategy(SingleStrategy):
+class DeepSpeedStrategy(Strategy):
     """One model and one optimizer under ZeRO.
 
     Args:
@@ -57,6 +56,7 @@ class DeepSpeedStrategy(SingleStrategy):
         optimizer_state=False,
         scales_losses=True,
         lone_pieces=False,
+        local_training=False,
     )
 
     def __init__(self, collectives: Collectives, plugin: DeepSpeedPlugin, options: EngineOptions) -> None:
@@ -72,7 +72,7 @@ class DeepSpeedStrategy(SingleStrategy):
         self._stand_ins = StandIns(plugin.hf_ds_config)
         self._model: torch.nn.Module | None = None
         self._zero: ZeroEngine | None = None
-        self._twin: Twin | None = None
+        self._partitioned: PartitionedOptimizer | None = None
         self._state: ZeroState | None = None
 
     # ---------------------------------------------------------------- the engine
@@ -102,7 +102,7 @@ class DeepSpeedStrategy(SingleStrategy):
             micro_batches: rows per rank of each loader.
 
         Returns:
-            The twin of the user's optimizer, when the engine was made.
+            The partitioned of the user's optimizer, when the engine was made.
 
         Raises:
             UnsupportedError: several optimizers, one that ZeRO cannot train with, or a parameter that it cannot.
@@ -116,7 +116,7 @@ class DeepSpeedStrategy(SingleStrategy):
             )
         if self._model is None or not optimizers or self._zero is not None:
             return ()
-        face, plugin = optimizers[0], self._plugin
+        given, plugin = optimizers[0], self._plugin
         _check_scaler(self._options, precision)
         picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
         facts = Facts(
@@ -129,31 +129,33 @@ class DeepSpeedStrategy(SingleStrategy):
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:
             raise ConfigError(
-                f"the JSON has an optimizer, but a {type(face).__name__} was prepared; prepare a headway.DummyOptim, or remove "
+                f"the JSON has an optimizer, but a {type(given).__name__} was prepared; prepare a headway.DummyOptim, or remove "
                 "'optimizer' from the JSON"
             )
-        self._twin = self._make_twin(face, account)
-        self._zero = self._initialise(self._model, self._twin, account)
-        self._state = ZeroState(self._zero, self._twin, self._model)
+        self._partitioned = self._partition(given, account)
+        self._zero = self._initialise(self._model, self._partitioned, account)
+        self._state = ZeroState(self._zero, self._partitioned, self._model)
         self.account = account
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.lines()))
-        return (self._twin.inner,)
+        return (self._partitioned.inner,)
 
     def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
         """The optimizer or schedule that the JSON defines."""
         return self._stand_ins.real(dummy, share)
 
-    def _make_twin(self, face: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> Twin:
+    def _partition(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
         config = account.config
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
-        uses_kernel = is_offloaded and takes_cpu_adam(face) and config.get("zero_force_ds_cpu_optimizer", True)
-        twin = Twin(face, bool(config.get("zero_allow_untested_optimizer")), "deepspeed" if uses_kernel else None)
+        uses_kernel = is_offloaded and takes_cpu_adam(given) and config.get("zero_force_ds_cpu_optimizer", True)
+        partitioned = PartitionedOptimizer(given, bool(config.get("zero_allow_untested_optimizer")), bool(uses_kernel))
         # Both have been looked at here.
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = bool(uses_kernel)
-        return twin
+        return partitioned
 
-    def _initialise(self, model: torch.nn.Module, twin: Twin, account: DeepSpeedConfigReport) -> ZeroEngine:
+    def _initialise(
+        self, model: torch.nn.Module, partitioned: PartitionedOptimizer, account: DeepSpeedConfigReport
+    ) -> ZeroEngine:
         import deepspeed
 
         quieten()
@@ -170,7 +172,7 @@ class DeepSpeedStrategy(SingleStrategy):
             raise UnsupportedError(f"DeepSpeed does not support float16 on {device.type}; use mixed_precision='bf16'")
         _name_blocks(model, self._plugin)
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=twin.inner, config=account.config, dist_init_required=False
+            model=model, optimizer=partitioned.inner, config=account.config, dist_init_required=False
         )
         return ZeroEngine(engine, self._stage)
 
@@ -183,14 +185,6 @@ class DeepSpeedStrategy(SingleStrategy):
         return self._zero
 
     # ---------------------------------------------------------------- micro-batches
-
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """ZeRO's parts are of one model for all.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError("local SGD needs a whole model on each rank, but ZeRO partitions it; use strategy='ddp'")
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Gradients add up until they are asked for, whichever micro-batch they are of."""
@@ -238,8 +232,8 @@ class DeepSpeedStrategy(SingleStrategy):
         return engine.norm()
 
     def _check_whole(self, parameters: Sequence[torch.Tensor]) -> None:
-        assert self._twin is not None
-        learns = {id(p) for p in self._twin.parameters()}
+        assert self._partitioned is not None
+        learns = {id(p) for p in self._partitioned.parameters()}
         given = {id(p) for p in parameters}
         if not learns <= given:
             raise UnsupportedError(
@@ -271,21 +265,21 @@ class DeepSpeedStrategy(SingleStrategy):
             UnsupportedError: a closure.
             StateError: another optimizer than the prepared one.
         """
-        engine, twin = self._engine(), self._twin
+        engine, partitioned = self._engine(), self._partitioned
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure) is not supported with DeepSpeed; call step() without a closure"
             )
-        if twin is None or optimizer is not twin.face:
+        if partitioned is None or optimizer is not partitioned.given:
             raise StateError(
                 f"{type(optimizer).__name__} is not the optimizer that was prepared for DeepSpeed; prepare it with the model"
             )
         groups = engine.inner.param_groups
-        twin.push(groups)
+        partitioned.push(groups)
         did_step = engine.step(0.0 if self.account is None else self.account.clipping)
-        twin.pull(groups)
+        partitioned.pull(groups)
         # torch asks a schedule's optimizer whether it ever stepped.
-        twin.face._opt_called = True  # type: ignore[attr-defined]
+        partitioned.given._opt_called = True  # type: ignore[attr-defined]
         return did_step
 
     def rollback(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -322,7 +316,7 @@ class DeepSpeedStrategy(SingleStrategy):
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Let go of the engine; a model of stage 3 stays in parts, because a whole one need not fit here."""
         super().release()
-        zero, self._zero, self._twin, self._model, self._state = self._zero, None, None, None, None
+        zero, self._zero, self._partitioned, self._model, self._state = self._zero, None, None, None, None
         if zero is not None:
             zero.engine.destroy()
 

@@ -1,11 +1,11 @@
 """The exchanges that FSDP makes on its own, in hooks of the forward and the backward: seen here, and stood in for.
 
 Each unit's gather and each reduction of its gradients is entered into the ledger by the unit's name, so that a report of a hang
-says in which one a rank waits; and, while a batch is in hand that may be run again, into its trail. torch's public doors are
+says in which one a rank waits; and, while a batch is in hand that may be run again, into its trail. torch's public hooks are
 `set_custom_all_gather`, `set_custom_reduce_scatter` and, for the sum over replicas (HSDP), the hook that comes after it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from headway.runtime.collective_log import CollectiveLog, Step
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.heartbeat.ledger import LedgerEntry
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.weights.shards import dtype_name
 
 PLACE = "fsdp"
 """What a batch's trail calls the groups of FSDP."""
@@ -61,7 +62,7 @@ class FSDPUnit:
     def await_total(self, output: torch.Tensor, op: str) -> None:
         """Gradients have been scattered; where the shards have replicas, FSDP sums over them next."""
         if self.group._is_hsdp and self.group.all_reduce_grads:
-            self._total = self.enter(_TOTAL, output.numel(), _dtype(output), op)
+            self._total = self.enter(_TOTAL, output.numel(), dtype_name(output.dtype), op)
 
     def note_total(self, output: torch.Tensor) -> None:
         """They are summed over the replicas."""
@@ -151,7 +152,7 @@ class ReduceScatterHook(_CommHook):
 
     def run(self, output: torch.Tensor, given: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """Without what follows it."""
-        entry = self.unit.enter(_SCATTER, given.numel(), _dtype(given), _operation(op))
+        entry = self.unit.enter(_SCATTER, given.numel(), dtype_name(given.dtype), _operation(op))
         work = self.inner(output_tensor=output, input_tensor=given, group=group, op=op, async_op=async_op)
         self.unit.leave(entry)
         return work
@@ -169,10 +170,11 @@ class CommHooks:
         self._models: list[tuple[torch.nn.Module, list[FSDPUnit]]] = []
 
     def open(self, model: torch.nn.Module) -> None:
-        """See a model's exchanges from now on; a torch without these doors shows none."""
+        """See a model's exchanges from now on; a torch without these hooks shows none."""
         number, units = len(self._models), []
-        for count, (module, group, name) in enumerate(_units(model)):
-            unit = FSDPUnit(group, name, (number, count), self._everyone)
+        names = {id(module): name for name, module in model.named_modules()}
+        for count, (module, group) in enumerate(gathered.units(model)):
+            unit = FSDPUnit(group, names[id(module)] or "the root", (number, count), self._everyone)
             units.append(unit)
             if hasattr(module, "set_custom_all_gather"):
                 module.set_custom_all_gather(AllGatherHook(group._all_gather_comm, unit))
@@ -198,17 +200,6 @@ class CommHooks:
         self.unit(step).stand_in(step[1], step[4:])
 
 
-def _units(model: torch.nn.Module) -> Iterator[tuple[Any, Any, str]]:
-    """(module, FSDP's record of its group, the module's name) of each unit that has one."""
-    names = {id(module): name for name, module in model.named_modules()}
-    seen: set[int] = set()
-    for module in gathered.shards(model):
-        for group in gathered.groups_of(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                yield module, group, names[id(module)] or "the root"
-
-
 def _named(operation: str, unit: str) -> str:
     """A name that fits into the pulse, from its unit's end."""
     room = _ROOM - len(operation) - 4
@@ -218,7 +209,3 @@ def _named(operation: str, unit: str) -> str:
 def _operation(op: Any) -> str:
     """SUM, AVG or another one, by name."""
     return next((name for name, known in _OPERATIONS.items() if op == known), str(op))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

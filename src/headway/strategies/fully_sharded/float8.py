@@ -16,6 +16,7 @@ from headway.config.float8 import Float8Options
 from headway.config.layout.sharding import ShardingOptions
 from headway.errors import UnsupportedError
 from headway.log import get_logger
+from headway.strategies.blocks import holders_of
 
 torchao = Later("torchao.float8")
 weights = Later("torchao.float8.fsdp_utils")
@@ -83,17 +84,13 @@ def wrap_weights(
     layers: list[Any] = [module for module in model.modules() if _is_float8(module)]
     if wish is False or not layers or _is_partly_kept(sharding):
         return 0
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    count = 0
+    holders, count = holders_of(model), 0
     for layer in layers:
         weight, cast = layer.weight, layer.config.cast_config_weight
         is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
         # torchao rounds scales in the layer only.
         is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
-        if is_one_scale and holders[id(weight)] == 1 and weight.shape[0] % num_shards == 0:
+        if is_one_scale and len(holders[id(weight)][1]) == 1 and weight.shape[0] % num_shards == 0:
             wrapped = weights.WeightWithDynamicFloat8CastTensor(
                 weight.detach(), layer.linear_mm_config, cast.target_dtype
             )

@@ -17,6 +17,7 @@ from headway.config.layout.sharding import ShardingOptions
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.weights.shards import dtype_name
 
 fsdp = Later("torch.distributed.fsdp")
 
@@ -62,7 +63,7 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
         policy = fsdp.MixedPrecisionPolicy(
             param_dtype=given, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=given is not None
         )
-        told = "" if given is None else f"all units compute with {_short(given)} parameters"
+        told = "" if given is None else f"all units compute with {dtype_name(given)} parameters"
         inner = fsdp.MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduce, cast_forward_inputs=given is not None)
         return MixedPrecisionFormats(inner, policy, (), told)
     param = given or half
@@ -73,8 +74,9 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
     # Autocast computes these norms in float32 on accelerators, whatever their weights are; on a CPU torch refuses the mixture.
     norms = (_WITH_STATISTICS, *_NORMS) if device_type == "cpu" else (_WITH_STATISTICS,)
     told = (
-        f"mixed_precision={number_format!r}: blocks are gathered in {_short(param)}, the root and its residual stream keep their "
-        f"dtype; gradients of blocks are summed in {_short(reduce or torch.float32)}, and the optimizer's parameters keep their dtype"
+        f"mixed_precision={number_format!r}: blocks are gathered in {dtype_name(param)}, the root and its residual stream keep "
+        f"their dtype; gradients of blocks are summed in {dtype_name(reduce or torch.float32)}, and the optimizer's parameters keep "
+        "their dtype"
     )
     return MixedPrecisionFormats(blocks, root, norms, told)
 
@@ -90,39 +92,34 @@ def norms_within(units: Iterable[torch.nn.Module], formats: MixedPrecisionFormat
                     yield module
 
 
-def check_formats(models: Iterable[torch.nn.Module], expected: dict[int, torch.dtype]) -> None:
+def check_formats(model: torch.nn.Module, expected: dict[int, torch.dtype]) -> None:
     """Before the first update: parameters and gradients have the types they were promised to have.
 
     Args:
-        models: sharded ones.
+        model: a sharded one.
         expected: by id of a sharded parameter, its type when it was set up.
 
     Raises:
         StateError: something has converted them.
     """
-    for model in models:
-        for record in gathered.records(model):
-            part, whole = record.sharded_param, gathered.whole_parameter(record)
-            wanted = expected.get(id(part))
-            if wanted is None:
-                continue
-            computed = record.mp_policy.param_dtype or wanted
-            found = {"its part": (part.dtype, wanted)}
-            if part.grad is not None:
-                found["its gradient"] = (part.grad.dtype, wanted)
-            if whole is not None and wanted.is_floating_point:
-                found["the gathered parameter"] = (whole.dtype, computed)
-            for what, (dtype, should) in found.items():
-                if dtype != should:
-                    raise StateError(
-                        f"the parameter {record._param_fqn} of {type(model).__name__}: {what} is {_short(dtype)} instead of "
-                        f"{_short(should)}. Convert models (model.to(dtype)) before prepare(), not after"
-                    )
+    for record in gathered.records(model):
+        part, whole = record.sharded_param, gathered.whole_parameter(record)
+        wanted = expected.get(id(part))
+        if wanted is None:
+            continue
+        computed = record.mp_policy.param_dtype or wanted
+        found = {"its part": (part.dtype, wanted)}
+        if part.grad is not None:
+            found["its gradient"] = (part.grad.dtype, wanted)
+        if whole is not None and wanted.is_floating_point:
+            found["the gathered parameter"] = (whole.dtype, computed)
+        for what, (dtype, should) in found.items():
+            if dtype != should:
+                raise StateError(
+                    f"the parameter {record._param_fqn} of {type(model).__name__}: {what} is {dtype_name(dtype)} instead of "
+                    f"{dtype_name(should)}. Convert models (model.to(dtype)) before prepare(), not after"
+                )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

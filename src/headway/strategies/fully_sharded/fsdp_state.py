@@ -23,17 +23,22 @@ def shards(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
 
 
-def groups(model: torch.nn.Module) -> Iterator[Any]:
-    """FSDP's groups of parameters that are gathered together, each once."""
+def units(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(module, its group of parameters that are gathered together), each group once."""
     seen: set[int] = set()
     for module in shards(model):
-        for group in groups_of(module):
+        for group in _groups_of(module):
             if id(group) not in seen:
                 seen.add(id(group))
-                yield group
+                yield module, group
 
 
-def groups_of(module: torch.nn.Module) -> list[Any]:
+def groups(model: torch.nn.Module) -> list[Any]:
+    """FSDP's groups of parameters."""
+    return [group for _, group in units(model)]
+
+
+def _groups_of(module: torch.nn.Module) -> list[Any]:
     """The groups of one unit."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     # Older torch has one group a unit, or none.

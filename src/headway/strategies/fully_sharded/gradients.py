@@ -1,7 +1,7 @@
 """Gradients that are sharded across the ranks (DTensors): this rank's shards, and their norm over all ranks in one collective."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,55 +9,34 @@ import torch
 from headway.common.optional import Later
 from headway.errors import LossError
 from headway.runtime.collectives.checked import Collectives
+from headway.weights.pieces import is_dtensor, places, slices
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor
 else:
     dtensor = Later("torch.distributed.tensor")
-placement = Later("torch.distributed.tensor._utils")
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Is it a DTensor? Asked without loading their module, which takes as long as all of torch's distributed part."""
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it."""
-    held: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
-    return held
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def box(like: Any) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part of a DTensor lies."""
-    sizes, offsets = placement.compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes))
+def put_part(part: torch.Tensor, whole: torch.Tensor, like: Any) -> None:
+    """Copy this rank's part of a whole tensor, which is cut as the DTensor `like`."""
+    for offsets, where in places(like):
+        part[where].copy_(whole[slices(offsets, part[where].shape)])
 
 
 def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
-    if is_distributed(tensor) or not is_distributed(like):
+    if is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    part = _part(tensor, like).to(local(like).device).clone(memory_format=torch.contiguous_format)
-    given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    made: torch.Tensor = dtensor.DTensor.from_local(part, like.device_mesh, like.placements, **given)
-    return made
-
-
-def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """This rank's part of a whole tensor."""
-    cut = [p.dim for p in like.placements if hasattr(p, "dim")]
-    for axis, placed in enumerate(like.placements):
-        factor = getattr(placed, "split_factor", 1)
-        if factor > 1 and cut.count(placed.dim) == 1:
-            # Several matrices packed along one dimension (tensor parallel): a part of each, which is no box.
-            rank, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
-            matrices = tensor.chunk(factor, placed.dim)
-            tensor = torch.cat([matrix.chunk(size, placed.dim)[rank] for matrix in matrices], placed.dim)
-            rest = [dtensor.Replicate() if p is placed else p for p in like.placements]
-            sizes, offsets = placement.compute_local_shape_and_global_offset(tensor.shape, like.device_mesh, rest)
-            return tensor[tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes))]
-    return tensor[box(like)]
+    part = torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device)
+    put_part(part, tensor.detach(), like)
+    return dtensor.DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def explain_mixed(error: BaseException) -> str:
@@ -76,7 +55,7 @@ def is_of_parameters(loss: torch.Tensor) -> bool:
     Raises:
         LossError: plain tensors are added to them, to which no gradient would find its way.
     """
-    if not is_distributed(loss):
+    if not is_dtensor(loss):
         return False
     is_alone, seen, left = True, set[Any](), [loss.grad_fn]
     while left:
@@ -87,7 +66,7 @@ def is_of_parameters(loss: torch.Tensor) -> bool:
         leaf = getattr(node, "variable", None)
         if "FromTorchTensor" in node.name():  # from here on gradients are plain
             is_alone = False
-        elif "ToTorchTensor" in node.name() or (leaf is not None and not is_distributed(leaf)):
+        elif "ToTorchTensor" in node.name() or (leaf is not None and not is_dtensor(leaf)):
             raise LossError(
                 "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters "
                 "alone, such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
@@ -100,7 +79,7 @@ def is_of_parameters(loss: torch.Tensor) -> bool:
 def complete(parameter: torch.Tensor) -> torch.Tensor | None:
     """The parameter's gradient, summed: one that each rank knows a part of as a sum (Partial) is summed first."""
     grad: Any = parameter.grad
-    if grad is None or not is_distributed(grad) or not any(p.is_partial() for p in grad.placements):
+    if grad is None or not is_dtensor(grad) or not any(p.is_partial() for p in grad.placements):
         return grad  # type: ignore[no-any-return]
     wanted = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
     parameter.grad = grad.redistribute(placements=wanted)
@@ -115,10 +94,10 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def copies(tensor: torch.Tensor, num_ranks: int) -> int:
     """On how many of so many ranks the same elements lie."""
-    if not is_distributed(tensor):
+    if not is_dtensor(tensor):
         return num_ranks
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+    mesh: Any = tensor.device_mesh
+    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return num_ranks // math.prod(cut)
 
 
@@ -170,13 +149,3 @@ def _over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) ->
 def _wide(device: torch.device) -> torch.dtype:
     """Squares of large norms do not fit into float32; some devices have nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def clip_by(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale gradients of that norm down to `max_norm`, as torch's clipping does; nobody waits for the device."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        alike.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), found in alike.items():
-        torch._foreach_mul_(found, factor.to(device))

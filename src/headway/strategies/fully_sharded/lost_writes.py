@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from headway.common.text import listed
 from headway.errors import PrepareError, StateError
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import gradients
+from headway.weights.pieces import is_dtensor
 
-_NUM_NAMES = 5
 _AFTERWARDS = (
     "parameter.register_post_accumulate_grad_hook(fn) after prepare(), which finds this rank's part of the reduced gradient in "
     "parameter.grad"
@@ -50,9 +51,7 @@ class LostWrites:
         self._name = name
         self._old = [(name, weakref.ref(p), _state(p)) for name, p in replaced]
         self._parts = [
-            (name, p, _memory(p), id(gradients.local(p)))
-            for name, p in model.named_parameters()
-            if gradients.is_distributed(p)
+            (name, p, _memory(p), id(gradients.local(p))) for name, p in model.named_parameters() if is_dtensor(p)
         ]
 
     def check(self) -> None:
@@ -116,6 +115,5 @@ def _named(records: Iterable[object], names: dict[int, str]) -> list[str]:
 
 
 def _several(names: list[str]) -> str:
-    more = ", ..." if len(names) > _NUM_NAMES else ""
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-    return f"{count} ({', '.join(names[:_NUM_NAMES])}{more})"
+    return f"{count} ({listed(names)})"

@@ -5,8 +5,10 @@ forward and its backward, and sums gradients into parts again; HSDP adds the axi
 go by `current`, norms need an exchange (`gradients.py`), and a model runs on all ranks of its mesh or on none.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,19 +22,18 @@ from headway.config.layout.mesh import DATA_AXES, Layout, written
 from headway.config.layout.sharding import ShardingOptions
 from headway.config.layout.tensor import TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
-from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.axes import build_mesh, left
-from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import comm_hooks as doors
+from headway.strategies.fully_sharded import comm_hooks, gradients, values
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded import gradients, values
 from headway.strategies.fully_sharded.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
 from headway.strategies.fully_sharded.formats import check_formats, choose_formats, norms_within
 from headway.strategies.fully_sharded.lost_writes import LostWrites, check_hooks
@@ -40,10 +41,9 @@ from headway.strategies.fully_sharded.optimizers import check_optimizer
 from headway.strategies.fully_sharded.replaced import ReplacedParameters
 from headway.strategies.fully_sharded.scalars import WholeScalars
 from headway.strategies.fully_sharded.second_order import SecondOrder
-from headway.strategies.fully_sharded.sharded_models import ShardedModels
 from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
 from headway.strategies.fully_sharded.usage import ParameterUsage
-from headway.strategies.single import SingleStrategy
+from headway.strategies.sharded_models import ShardedModels
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -51,7 +51,44 @@ fsdp = Later("torch.distributed.fsdp")
 log = get_logger(__name__)
 
 
-class MeshStrategy(SingleStrategy):
+@dataclass
+class ShardedModel:
+    """A model that is prepared, and what goes with it.
+
+    Attributes:
+        model: the user's own.
+        context: what cuts its sequences.
+        cut: what has cut its matrices.
+        lost_writes: what looks for writes that would be lost.
+        usage: which parameters a window's losses have used.
+        second_order: what looks for a backward through another one.
+        dtypes: by id of each part, what it and its gradient are promised to be of.
+    """
+
+    model: torch.nn.Module
+    context: ContextParallel | None = None
+    cut: TensorParallel | None = None
+    lost_writes: LostWrites | None = None
+    usage: ParameterUsage = field(init=False)
+    second_order: SecondOrder = field(init=False)
+    dtypes: dict[int, torch.dtype] = field(init=False)
+
+    def watch(self, everyone: Collectives, options: ShardingOptions) -> None:
+        """It is sharded: look after its parameters from now on."""
+        self.usage = ParameterUsage(self.model, everyone, options.find_unused_parameters)
+        self.second_order = SecondOrder(self.model)
+        parts = [record.sharded_param for record in gathered.records(self.model)]
+        self.dtypes = {id(part): part.dtype for part in parts}
+
+    def leave_alone(self) -> None:
+        """Undo what reaches beyond its parameters."""
+        if self.cut is not None:
+            self.cut.release()
+        if self.context is not None:
+            self.context.release()
+
+
+class MeshStrategy(Strategy):
     """Parameters in parts along the axes of a mesh.
 
     Args:
@@ -69,7 +106,9 @@ class MeshStrategy(SingleStrategy):
     """
 
     name = "fsdp"
-    capabilities = Capabilities(lone_forward=False, whole_gradients=False, copies=False, lone_pieces=False)
+    capabilities = Capabilities(
+        lone_forward=False, whole_gradients=False, copies=False, lone_pieces=False, local_training=False
+    )
 
     def __init__(
         self,
@@ -94,22 +133,16 @@ class MeshStrategy(SingleStrategy):
         self._context = context or TorchContextParallelConfig()
         self._float8 = float8
         self._computes_on = computes_on or collectives.runtime.device.type
-        self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
-        self._contexts: list[tuple[torch.nn.Module, ContextParallel]] = []
         self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
         if layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
         self.data_shard = ShardIndex(self._data_index(), layout.num_data_shards)
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
         self.gradient_divisor = layout.num_data_shards * layout.cp
-        self._models: list[torch.nn.Module] = []
-        self._replaced = ReplacedParameters(self._models)
-        self._doors = doors.CommHooks(collectives)
-        self._usage: dict[int, ParameterUsage] = {}
-        self._seconds: dict[int, SecondOrder] = {}
-        self._dtypes: dict[int, torch.dtype] = {}
+        self._prepared: list[ShardedModel] = []
+        self._replaced = ReplacedParameters(lambda: self._models)
+        self._comm_hooks = comm_hooks.CommHooks(collectives)
         self._num_steps = 0
-        self._lost: dict[int, LostWrites] = {}
         self._has_left = False
         collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
@@ -119,6 +152,10 @@ class MeshStrategy(SingleStrategy):
         """The process group ends, and the mesh with it."""
         self.release()
         self._has_left = True
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [each.model for each in self._prepared]
 
     def _data_index(self) -> int:
         index = 0
@@ -149,52 +186,43 @@ class MeshStrategy(SingleStrategy):
         """
         if self._has_left:
             raise StateError(left(self.layout))
-        context = self._cut_sequences(model) if self.layout.cp > 1 else None
+        made = ShardedModel(model)
         try:
-            self._shard_once(model, transforms)
+            if self.layout.cp > 1:
+                is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
+                made.context = ContextParallel(model, self.mesh["cp"], self.everyone, self._context, is_exact)
+            self._shard_once(made, transforms)
         except BaseException:
-            if context is not None:
-                context.release()
-                self._contexts.pop()
+            made.leave_alone()
             raise
-        self._models.append(model)
+        made.watch(self.everyone, self._options)
+        self._prepared.append(made)
         self._replaced.look_again()
-        self._doors.open(model)
-        self._usage[id(model)] = ParameterUsage(model, self.everyone, self._options.find_unused_parameters)
-        self._seconds[id(model)] = SecondOrder(model)
-        self._dtypes.update(
-            (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
-        )
-        return context
+        self._comm_hooks.open(model)
+        return made.context
 
-    def _shard_once(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
+    def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform]) -> None:
+        model = made.model
         known = self.everyone.runtime.scope.own(ShardedModels)
-        how = (self.layout, self._options, self._number_format, self._tensor)
-        if known.is_sharded(model, how):
-            self._cut_again(known.cut_of(model), model)
-        else:
-            check_hooks(model)
-            name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
-            self._set_up(model, transforms)
-            known.note(model, how, next((cut for one, cut in self._cuts if one is model), None))
-            after = dict(model.named_parameters(remove_duplicate=False))
-            replaced = [(key, parameter) for key, parameter in before if after[key] is not parameter]
-            self._replaced.note((parameter, after[key]) for key, parameter in replaced)
-            self._lost[id(model)] = LostWrites(model, replaced, name)
+        how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
+        cut = known.find(model, how)
+        if cut is not None:
+            made.cut = cut()
+            if made.cut is not None:
+                made.cut.resume()
+            return
+        check_hooks(model)
+        name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
+        self._set_up(made, transforms)
+        # Weakly: it holds the model, whose hooks hold what needs it.
+        known.note(model, how, (lambda: None) if made.cut is None else weakref.ref(made.cut))
+        after = dict(model.named_parameters(remove_duplicate=False))
+        replaced = [(key, parameter) for key, parameter in before if after[key] is not parameter]
+        self._replaced.note((parameter, after[key]) for key, parameter in replaced)
+        made.lost_writes = LostWrites(model, replaced, name)
 
-    def _cut_sequences(self, model: torch.nn.Module) -> ContextParallel:
-        is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
-        context = ContextParallel(model, self.mesh["cp"], self.everyone, self._context, is_exact)
-        self._contexts.append((model, context))
-        return context
-
-    def _cut_again(self, cut: TensorParallel | None, model: torch.nn.Module) -> None:
-        if cut is not None and not any(one is model for one, _ in self._cuts):
-            cut.resume()
-            self._cuts.append((model, cut))
-
-    def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
-        is_sharded = self.layout.replicate * self.layout.num_shards > 1
+    def _set_up(self, made: ShardedModel, transforms: Iterable[Transform]) -> None:
+        model, is_sharded = made.model, self.layout.replicate * self.layout.num_shards > 1
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
         check_whole(model)
@@ -215,8 +243,7 @@ class MeshStrategy(SingleStrategy):
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
-            cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
-            self._cuts.append((model, cut))
+            made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
         super().setup(model, transforms)
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
@@ -297,16 +324,6 @@ class MeshStrategy(SingleStrategy):
         """Where gradients stay local, each rank keeps all of them, whole."""
         return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else _unsynchronised(model)
 
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Refused: a rank holds a part of the model, which learns nothing alone.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "local SGD needs a whole model on each rank, and this one is sharded; use strategy='ddp', or drop local SGD"
-        )
-
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
         if not gradients.is_of_parameters(loss):
@@ -316,19 +333,18 @@ class MeshStrategy(SingleStrategy):
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward, and note which parameters take part in it."""
-        for usage in self._usage.values():
-            usage.watch()
         with ExitStack() as stack:
-            for _, context in self._contexts:
-                stack.enter_context(context.recomputing())
-            for each in self._seconds.values():
-                stack.enter_context(each.backward())
+            for each in self._prepared:
+                each.usage.watch()
+                if each.context is not None:
+                    stack.enter_context(each.context.recomputing())
+                stack.enter_context(each.second_order.backward())
             super().backward(loss, factor, precision, **kwargs)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """It adds to what the window has used."""
-        for usage in self._usage.values():
-            usage.go_on()
+        for each in self._prepared:
+            each.usage.go_on()
 
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
@@ -345,15 +361,15 @@ class MeshStrategy(SingleStrategy):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Also those that wait, whole, for the window's end, and what a failed forward has left gathered."""
         super().drop_gradients([self.current(p) for p in parameters])  # type: ignore[misc]
-        for model in self._models:
-            gathered.forget_gradients(model)
-            self._usage[id(model)].forget()
+        for each in self._prepared:
+            gathered.forget_gradients(each.model)
+            each.usage.forget()
 
     def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
         """Also those that wait, whole, for the window's end; and what their models have used in it."""
         chosen = list(parameters)
-        whole = [(model, gathered.take_gradients(model, chosen)) for model in self._models]
-        usage = [(each := self._usage[id(model)], each.snapshot()) for model, taken in whole if taken]
+        whole = [(each.usage, gathered.take_gradients(each.model, chosen)) for each in self._prepared]
+        usage = [(each, each.snapshot()) for each, taken in whole if taken]
         return super().set_aside(chosen), [pair for _, taken in whole for pair in taken], usage
 
     def put_back(self, kept: Any) -> None:
@@ -374,18 +390,18 @@ class MeshStrategy(SingleStrategy):
 
     def members(self, step: Step) -> Sequence[int]:
         """Those along the axis of a unit, or of the group."""
-        return self._doors.members(step) if step[0] == doors.PLACE else super().members(step)
+        return self._comm_hooks.members(step) if step[0] == comm_hooks.PLACE else super().members(step)
 
     def stand_in(self, step: Step) -> None:
         """With this rank's parts, and gradients of zero."""
-        if step[0] == doors.PLACE:
-            self._doors.stand_in(step)
+        if step[0] == comm_hooks.PLACE:
+            self._comm_hooks.stand_in(step)
         else:
             super().stand_in(step)
 
     def snapshot(self) -> Any:
         """Which parameters the window has used so far."""
-        return [(usage, usage.snapshot()) for usage in self._usage.values()]
+        return [(each.usage, each.usage.snapshot()) for each in self._prepared]
 
     def restore(self, snapshot: Any) -> None:
         """All models at rest, with nothing in flight."""
@@ -395,15 +411,13 @@ class MeshStrategy(SingleStrategy):
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
-        for usage in self._usage.values():
-            usage.settle()
-        for _, cut in self._cuts:
-            cut.check_gradients(self.everyone)
-        if not self._options.broadcast_buffers:
-            return
-        for model in self._models:
-            if model.training:
-                self.everyone.broadcast_in_place([buffer for buffer in model.buffers() if buffer.numel()])
+        for each in self._prepared:
+            each.usage.settle()
+        for each in self._prepared:
+            if each.cut is not None:
+                each.cut.check_gradients(self.everyone)
+            if self._options.broadcast_buffers and each.model.training:
+                self.everyone.broadcast_in_place([buffer for buffer in each.model.buffers() if buffer.numel()])
 
     # ---------------------------------------------------------------- final gradients
 
@@ -415,21 +429,14 @@ class MeshStrategy(SingleStrategy):
         """Each element once, over all ranks."""
         return gradients.total_norm(map(self.current, parameters), norm_type, self.everyone)
 
-    def clip(
-        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """By the norm over all ranks."""
-        norm = self.total_norm(parameters, norm_type) if known is None else known
-        gradients.clip_by(self.local_gradients(parameters), max_norm, norm)
-        return norm
-
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step on the parts; before the first one, everything has the number format that was promised."""
         if not self._num_steps:
-            check_formats(self._models, self._dtypes)
+            for each in self._prepared:
+                check_formats(each.model, each.dtypes)
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
-            for lost in self._lost.values():
+            for lost in filter(None, (each.lost_writes for each in self._prepared)):
                 lost.check()
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
@@ -446,24 +453,15 @@ class MeshStrategy(SingleStrategy):
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model, or all. They stay sharded, because a whole one need not fit here; they can be prepared again."""
         super().release()
-        for known, cut in self._cuts:
-            if model is None or known is model:
-                cut.release()
-        self._cuts = [pair for pair in self._cuts if model is not None and pair[0] is not model]
-        for known, context in self._contexts:
-            if model is None or known is model:
-                context.release()
-        self._contexts = [pair for pair in self._contexts if model is not None and pair[0] is not model]
-        for each in [known for known in self._models if model is None or known is model]:
-            gathered.reshard(each)
-            self._doors.close(each)
-            self._usage.pop(id(each)).release()
-            self._seconds.pop(id(each)).release()
-            self._lost.pop(id(each), None)
-        self._models[:] = [] if model is None else [known for known in self._models if known is not model]
+        gone = [each for each in self._prepared if model is None or each.model is model]
+        for each in gone:
+            each.leave_alone()
+            gathered.reshard(each.model)
+            self._comm_hooks.close(each.model)
+            each.usage.release()
+            each.second_order.release()
+        self._prepared = [each for each in self._prepared if not any(each is one for one in gone)]
         self._replaced.forget()
-        held = {id(p) for each in self._models for p in each.parameters()}
-        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key in held}
         self._num_steps = 0
 
     # ---------------------------------------------------------------- state

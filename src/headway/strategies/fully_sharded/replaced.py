@@ -1,23 +1,23 @@
 """Which part of a sharded parameter stands for the tensor that a script holds: the one from before prepare(), or a gathered one."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded import gradients
+from headway.weights.pieces import is_dtensor
 
 
 class ReplacedParameters:
     """The parameters of a strategy's models, by what stood or stands in their place.
 
     Args:
-        models: the strategy's own list of sharded models.
+        models: gives the strategy's sharded models.
     """
 
-    def __init__(self, models: list[torch.nn.Module]) -> None:
+    def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self._models = models
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._whole: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
@@ -34,7 +34,7 @@ class ReplacedParameters:
 
     def forget(self) -> None:
         """Models are gone, and what has taken the place of their parameters."""
-        held = {id(p) for model in self._models for p in model.parameters()}
+        held = {id(p) for model in self._models() for p in model.parameters()}
         self._before = {key: pair for key, pair in self._before.items() if id(pair[1]) in held}
         self.look_again()
 
@@ -43,7 +43,7 @@ class ReplacedParameters:
         known = self._before.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]
-        if gradients.is_distributed(parameter):
+        if is_dtensor(parameter):
             return parameter
         found = self._whole.get(id(parameter))
         if found is None and self._num_whole < self._num_records:
@@ -57,7 +57,7 @@ class ReplacedParameters:
     def _note_whole(self) -> None:
         """Which record each gathered parameter belongs to: clippings and steps look it up."""
         self._whole.clear()
-        records = [record for model in self._models for record in gathered.records(model)]
+        records = [record for model in self._models() for record in gathered.records(model)]
         for record in records:
             whole = gathered.whole_parameter(record)
             if whole is not None:

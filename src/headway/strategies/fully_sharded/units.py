@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from headway.common.optional import Later
+from headway.common.text import listed
 from headway.config.layout.sharding import ShardingOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.blocks import find_blocks, is_wanted
-from headway.strategies.fully_sharded.gradients import is_distributed
+from headway.strategies.blocks import find_blocks, holders_of, is_wanted
+from headway.weights.pieces import is_dtensor
+from headway.weights.shards import dtype_name
 
 fsdp = Later("torch.distributed.fsdp")
-_NUM_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
         if whole != [module]:
             split.append(names[id(module)])
         units += [part for part in whole if not any(part is known for known in units)]
-    units = [unit for unit in units if _has_own(unit, ignored)]
+    units = [unit for unit in units if any(p not in ignored for p in unit.parameters())]
     units.sort(key=lambda unit: -names[id(unit)].count("."))
     _check_parameters(model, units, ignored)
     return ShardingUnits(tuple(units), frozenset(ignored), tuple(split))
@@ -96,12 +97,8 @@ def _by_size(module: torch.nn.Module, least: int, is_root: bool = True) -> Itera
 
 def _ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     """By id of each parameter that several modules hold: those modules."""
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(module)
-    return {key: modules for key, modules in holders.items() if len(modules) > 1}
+    found = {key: [module for _, module, _ in holders] for key, (_, holders) in holders_of(model).items()}
+    return {key: modules for key, modules in found.items() if len(modules) > 1}
 
 
 def _whole(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> Iterator[torch.nn.Module]:
@@ -113,10 +110,6 @@ def _whole(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> I
         return
     for child in module.children():
         yield from _whole(child, tied)
-
-
-def _has_own(unit: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> bool:
-    return any(parameter not in ignored for parameter in unit.parameters())
 
 
 def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
@@ -133,7 +126,7 @@ def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn
     learning = [name for name, p in model.named_parameters() if p in found and p.requires_grad]
     if learning:
         raise PrepareError(
-            f"ShardingOptions(ignored=...) contains trainable parameters ({_told(learning)}): their gradients would not be summed "
+            f"ShardingOptions(ignored=...) contains trainable parameters ({listed(learning)}): their gradients would not be summed "
             "over the ranks. Freeze them with requires_grad_(False), or shard them"
         )
     return found
@@ -190,15 +183,11 @@ def _check_parameters(
             if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(names[id(parameter)])
         if len(by_dtype) > 1:
-            told = "; ".join(f"{str(dtype).removeprefix('torch.')}: {_told(n)}" for dtype, n in by_dtype.items())
+            told = "; ".join(f"{dtype_name(dtype)}: {listed(n)}" for dtype, n in by_dtype.items())
             raise PrepareError(
                 f"trainable parameters that are gathered together must have one dtype, but a unit of {kind} has several ({told}). "
                 "Convert them, or make their modules separate units: kwargs_handlers=[ShardingOptions(units=[...])]"
             )
-
-
-def _told(names: list[str]) -> str:
-    return ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
 
 
 def check_whole(model: torch.nn.Module) -> None:
@@ -207,7 +196,7 @@ def check_whole(model: torch.nn.Module) -> None:
     Raises:
         PrepareError: some are; one is named.
     """
-    parts = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    parts = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
     if parts:
         raise PrepareError(
             f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are spread over the ranks already: it shares "

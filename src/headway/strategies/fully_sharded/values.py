@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from headway.common.text import listed
 from headway.errors import PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import gradients
-
-_NUM_NAMES = 3
+from headway.weights.names import own_places
 
 
 def is_without_memory(model: torch.nn.Module) -> bool:
@@ -31,13 +31,12 @@ def check_initialisers(model: torch.nn.Module) -> None:
     helpless = [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if any(t.is_meta for t in _own(module)) and _initialiser(model, module) is None
+        if any(each.tensor.is_meta for each in own_places(module)) and _initialiser(model, module) is None
     ]
     if helpless:
-        more = f" and {len(helpless) - _NUM_NAMES} more" if len(helpless) > _NUM_NAMES else ""
         raise PrepareError(
             f"{type(model).__name__} was built on the meta device, and these of its modules cannot initialise themselves: "
-            f"{', '.join(helpless[:_NUM_NAMES])}{more}. Give their classes a method reset_parameters() that fills the module's own "
+            f"{listed(helpless)}. Give their classes a method reset_parameters() that fills the module's own "
             "parameters and buffers; or build the model with its values; for buffers alone, build it under init_empty_weights()"
         )
 
@@ -114,7 +113,7 @@ def _fill_unit(
     everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
     for _, _, parameter in parts:
         if id(parameter) in awaited:
-            gradients.local(parameter.detach()).copy_(whole[id(parameter)][gradients.box(parameter)])
+            gradients.put_part(gradients.local(parameter.detach()), whole[id(parameter)], parameter)
     return sum(tensor.nbytes for tensor in whole.values())
 
 
@@ -133,7 +132,7 @@ def _initialise(model: torch.nn.Module, modules: list[torch.nn.Module], awaited:
             continue
         if all(id(part) in here for part in module.modules()):
             initialise()
-        elif any(id(tensor) in waiting for tensor in _own(module)):
+        elif any(id(each.tensor) in waiting for each in own_places(module)):
             raise PrepareError(
                 f"{type(module).__name__} was built on the meta device, and initialises its own tensors together with "
                 "those of blocks, which are sharded separately; move its own parameters and buffers to a separate module, or build "
@@ -150,11 +149,6 @@ def _initialiser(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[]
         if callable(own):
             return own
     return None
-
-
-def _own(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from (p for p in module._parameters.values() if p is not None)
-    yield from (b for b in module._buffers.values() if b is not None)
 
 
 def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headway.errors import StateError, UnsupportedError
 from headway.runtime.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.strategies.pipeline.rng import go_on, own_streams
-from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again
+from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, start, wait
 
 
 class ReturnedOutputs:
@@ -99,10 +99,10 @@ class PlainCalls:
                 f"{pipe.route.kind} cannot be called with gradients by itself; use accelerator.forward_backward(batch, fn), or "
                 "schedule='gpipe'"
             )
-        parcel, found, joined, batch = self._forward(call, args, kwargs)
+        activation, found, joined, batch = self._forward(call, args, kwargs)
         if not is_shared:
-            return parcel.open(found) if pipe.is_last else None
-        return self._outputs(parcel, found, joined, batch, learns)
+            return activation.open(found) if pipe.is_last else None
+        return self._outputs(activation, found, joined, batch, learns)
 
     def _forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,12 +130,12 @@ class PlainCalls:
                     failure = error
         answers = pipe.group.gather_objects((told.flags, *pipe.told(result, failure)))
         go_on([max(flags) for flags in zip(*(answer[0] for answer in answers))], pipe.device)
-        _, parcel, problem = answers[pipe.last_rank]
+        _, activation, problem = answers[pipe.last_rank]
         if failure is not None:  # as it was raised here
             raise failure
         if problem is not None:
             raise again(problem, last, pipe.last_rank)
-        return parcel, list(tensors(result)), joined, batch
+        return activation, list(tensors(result)), joined, batch
 
     def _run(self, batch: PipelineBatch) -> None:
         """The forwards that remain."""
@@ -146,16 +146,16 @@ class PlainCalls:
         sent: list[dist.Work] = []
         for number in range(batch.num):
             if number not in batch.ahead:
-                _wait(_start(chunk.get_fwd_recv_ops(number)))
+                wait(start(chunk.get_fwd_recv_ops(number)))
                 chunk.compute(number)
-                sent += _start(chunk.get_fwd_send_ops(number))
-        _wait(sent)
+                sent += start(chunk.get_fwd_send_ops(number))
+        wait(sent)
 
     def _join(self, batch: PipelineBatch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
         """What the last block returned for all micro-batches, joined to what it would for the batch."""
         chunk = batch.chunks[self._pipe.num_stages - 1]
         parts = [
-            chunk.parcels[number].open([tensor.detach() for tensor in chunk.outputs[number]])
+            chunk.activations[number].open([tensor.detach() for tensor in chunk.outputs[number]])
             for number in range(batch.num)
         ]
         for part, piece in zip(parts, pieces):
@@ -173,13 +173,13 @@ class PlainCalls:
         return whole, list(tensors(whole))
 
     def _outputs(
-        self, parcel: Any, found: list[torch.Tensor], joined: list[torch.Tensor], batch: PipelineBatch, learns: bool
+        self, activation: Any, found: list[torch.Tensor], joined: list[torch.Tensor], batch: PipelineBatch, learns: bool
     ) -> Any:
         """The last stage's outputs on all ranks."""
         pipe = self._pipe
-        values = [t.detach().contiguous() for t in found] if pipe.is_last else parcel.buffers(pipe.device)
+        values = [t.detach().contiguous() for t in found] if pipe.is_last else activation.buffers(pipe.device)
         pipe.group.broadcast_in_place(values, pipe.last_rank)
-        learning = [number for number, meta in enumerate(parcel.metas) if meta[2] and learns]
+        learning = [number for number, meta in enumerate(activation.metas) if meta[2] and learns]
         if learning:
             self._pending = [each for each in self._pending if each.returned() is not None]
             returned, anchor = ReturnedOutputs(), torch.zeros((), device=pipe.device, requires_grad=True)
@@ -188,7 +188,7 @@ class PlainCalls:
                 values[number] = value
             whole = [found[number] for number in learning] if pipe.is_last else []
             self._pending.append(PendingForward(weakref.ref(returned), batch, whole, joined))
-        return parcel.open(values)
+        return activation.open(values)
 
     # ---------------------------------------------------------------- backward
 
@@ -222,10 +222,10 @@ class PlainCalls:
             self._share_out(chunk, batch, pending, grads)
         sent: list[dist.Work] = []
         for number in range(batch.num):
-            _wait(_start(chunk.get_bwd_recv_ops(number)))
+            wait(start(chunk.get_bwd_recv_ops(number)))
             chunk.backward_one_chunk(number)
-            sent += _start(chunk.get_bwd_send_ops(number))
-        _wait(sent)
+            sent += start(chunk.get_bwd_send_ops(number))
+        wait(sent)
 
     @staticmethod
     def _share_out(
@@ -235,25 +235,16 @@ class PlainCalls:
         reached = [(out, grad) for out, grad in zip(pending.whole, grads) if grad is not None]
         torch.autograd.backward([out for out, _ in reached], [grad for _, grad in reached])
         learning = [tensor for tensor in pending.joined if tensor.requires_grad]
-        start = 0
+        first = 0
         for number in range(batch.num):
             own = [tensor for tensor in chunk.outputs[number] if tensor.requires_grad]
             rows = own[0].shape[0] if own and own[0].ndim else 0
             chunk.gradients[number] = [
                 torch.zeros_like(part)
                 if tensor.grad is None
-                else tensor.grad[start : start + rows]
+                else tensor.grad[first : first + rows]
                 if batch.num > 1
                 else tensor.grad
                 for tensor, part in zip(learning, own)
             ]
-            start += rows
-
-
-def _start(ops: list[dist.P2POp]) -> list[dist.Work]:
-    return list(dist.batch_isend_irecv(ops)) if ops else []
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+            first += rows

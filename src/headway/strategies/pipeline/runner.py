@@ -6,7 +6,7 @@ model or a loss is an error on all of them. The schedule finds its forward done.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,19 +132,19 @@ class PipelineRunner:
         state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
         keys = [(signature(piece), state) for piece in pieces]
         batch = PipelineBatch(self._chunks(compute), len(pieces), keys)
-        parcels: list[list[StageActivation]] = []
+        activations: list[list[StageActivation]] = []
         for number, key in enumerate(keys):
             known = self._known.get(key)
             if known is None:
                 known = self._go_ahead(batch, number)
                 self._known.put(key, known)
                 batch.ahead.add(number)
-            parcels.append(known)
+            activations.append(known)
         for stage, chunk in batch.chunks.items():
             chunk.ahead = set(batch.ahead)
             chunk.chunks = batch.num
             if stage:
-                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(parcels)}
+                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(activations)}
         return batch
 
     def _chunks(self, compute: Compute) -> "dict[int, PipelineStage]":
@@ -163,36 +163,36 @@ class PipelineRunner:
         return made
 
     def _go_ahead(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
-        parcels: list[StageActivation] = []
+        activations: list[StageActivation] = []
         for stage in range(self.num_stages):
             chunk, failure, told = batch.chunks.get(stage), None, None
             if chunk is not None:
                 try:
                     chunk.compute(number)
-                    told = self._sendable(chunk.parcels[number])
+                    told = self._sendable(chunk.activations[number])
                 except Exception as error:
                     failure = error
             answer = (told if failure is None else None, None if failure is None else _named(failure))
-            parcel, problem = self.group.gather_objects(answer)[self.owners[stage]]
+            activation, problem = self.group.gather_objects(answer)[self.owners[stage]]
             if failure is not None:
                 raise failure
             if problem is not None:
                 raise again(problem, stage, self.owners[stage])
-            parcels.append(parcel)
+            activations.append(activation)
             if stage + 1 < self.num_stages:
-                self._hand_on(batch, stage, number, parcel)
-        return parcels
+                self._hand_on(batch, stage, number, activation)
+        return activations
 
-    def _hand_on(self, batch: PipelineBatch, stage: int, number: int, parcel: "StageActivation") -> None:
+    def _hand_on(self, batch: PipelineBatch, stage: int, number: int, activation: "StageActivation") -> None:
         chunk, following = batch.chunks.get(stage), batch.chunks.get(stage + 1)
         if following is not None:
-            following.arriving[number] = parcel
+            following.arriving[number] = activation
         if chunk is not None and following is not None:
             following.set_local_fwd_input(chunk.outputs[number], number)
         elif chunk is not None:
-            carry(chunk.send_ops(number))
+            wait(start(chunk.send_ops(number)))
         elif following is not None:
-            carry(following.receive_ops(number))
+            wait(start(following.receive_ops(number)))
 
     def told(self, result: Tree, failure: Exception | None) -> "tuple[StageActivation | None, tuple[str, str] | None]":
         """What the last stage tells the others of its result, or of its failure."""
@@ -205,20 +205,20 @@ class PipelineRunner:
         except HeadwayError as error:
             return None, _named(error)
 
-    def _sendable(self, parcel: "StageActivation") -> "StageActivation":
+    def _sendable(self, activation: "StageActivation") -> "StageActivation":
         """What is beside the tensors goes to the other ranks as it is.
 
         Raises:
             UnsupportedError: it cannot.
         """
         try:
-            pickle.dumps(parcel)
+            pickle.dumps(activation)
         except Exception as error:
             raise UnsupportedError(
                 f"{self.route.kind} or one of its blocks returns something that cannot be sent to the other stages ({error}); let it "
                 "return tensors, numbers, text, and containers of them"
             ) from error
-        return parcel
+        return activation
 
     # ---------------------------------------------------------------- torch's schedules
 
@@ -246,9 +246,14 @@ class PipelineRunner:
         return kinds[name](list(chunks), num, **given)
 
 
-def carry(ops: list[dist.P2POp]) -> None:
-    """Send or receive, and wait."""
-    for work in dist.batch_isend_irecv(ops) if ops else ():
+def start(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Send or receive."""
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
+def wait(works: Iterable[dist.Work]) -> None:
+    """Until all of it is done."""
+    for work in works:
         work.wait()
 
 

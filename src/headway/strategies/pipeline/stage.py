@@ -40,7 +40,9 @@ class StageActivation:
     def open(self, values: Sequence[torch.Tensor]) -> Tree:
         """The tree with its tensors."""
         return map_leaves(
-            lambda leaf: values[leaf.number] if isinstance(leaf, TensorSlot) else leaf, self.tree, _is_slot
+            lambda leaf: values[leaf.number] if isinstance(leaf, TensorSlot) else leaf,
+            self.tree,
+            lambda leaf: isinstance(leaf, TensorSlot),
         )
 
     def buffers(self, device: torch.device) -> list[torch.Tensor]:
@@ -48,12 +50,8 @@ class StageActivation:
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.metas]
 
 
-def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, TensorSlot)
-
-
 def wrap(tree: Tree) -> tuple[StageActivation, list[torch.Tensor]]:
-    """A tree as a parcel, and its tensors."""
+    """A tree as an activation, and its tensors."""
     found = list(tensors(tree))
     numbers = iter(range(len(found)))
     empty = map_leaves(lambda leaf: TensorSlot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
@@ -94,7 +92,7 @@ class PipelineStage(_PipelineStageBase):
         self.weightless: set[int] = set()
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
-        self.parcels: dict[int, StageActivation] = {}
+        self.activations: dict[int, StageActivation] = {}
         self.gradients: dict[int, list[torch.Tensor]] = {}
         self._back: dict[int, list[torch.Tensor]] = {}
         self._halves: dict[int, Any] = {}
@@ -200,7 +198,7 @@ class PipelineStage(_PipelineStageBase):
             received = known.open(self.inputs[number])
         else:
             self.inputs[number] = []
-        self.parcels[number], found = wrap(self._compute(number, received))
+        self.activations[number], found = wrap(self._compute(number, received))
         # Zero bubble detaches outputs where they are, which views do not allow; and a block may hand on what it got.
         own = {id(tensor) for tensor in self.inputs[number]}
         self.outputs[number] = [t.clone() if t._is_view() or id(t) in own else t for t in found]

@@ -13,7 +13,7 @@ there is an error.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from headway.errors import PrepareError, UnsupportedError
 from headway.runtime.collectives.tree import Tree, map_tensors, tensors
+from headway.strategies.blocks import extend
 from headway.strategies.call_cache import CallCache, signature
 from headway.strategies.pipeline.stages import StageSplit
 
@@ -45,9 +46,9 @@ def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 class StageDone(BaseException):
     """The stage's last block has run. No error: what it leaves must not handle it."""
 
-    def __init__(self, journey: "StageForward", output: Tree) -> None:
+    def __init__(self, running: "StageForward", output: Tree) -> None:
         super().__init__("the stage is done; this leaves the forward, and is not an error")
-        self.journey = journey
+        self.running = running
         self.output = output
 
 
@@ -163,15 +164,15 @@ class ModuleRouter:
         device: where it computes.
 
     Attributes:
-        journey: the stage that runs at the moment.
-        whole: what runs the whole pipeline, when the model is called outside of any journey.
+        running: the stage that runs at the moment.
+        whole: what runs the whole pipeline, when the model is called outside of a stage.
     """
 
     def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
         self.stages = stages
         self.kind = type(model).__name__
         self.local = local
-        self.journey: StageForward | None = None
+        self.running: StageForward | None = None
         self.whole: Call | None = None
         self._device = device
         self._shapes: CallCache[Tree] = CallCache(
@@ -180,28 +181,28 @@ class ModuleRouter:
         self._takes_cache = _takes(model, "use_cache")
         self._config = getattr(model, "config", None)
         for number, block in enumerate(stages.blocks):
-            _exchange(block, _BlockCall(self, number))
+            _exchange(block, partial(self._call_block, number))
         for name, on in stages.sides.items():
             side = model.get_submodule(name)
-            _exchange(side, _SideCall(self, name, side, on))
-        _exchange(model, _ModelCall(self))
+            _exchange(side, partial(self._call_side, name, side, on))
+        _exchange(model, self._call_model)
 
     def run(
         self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = False, is_tail: bool = False
     ) -> Any:
         """Run `forward`, which calls the model, as one stage; returns what its last block did, or what `forward` does."""
-        before, self.journey = self.journey, StageForward(self, stage, received, goes_on, is_tail)
-        mine = self.journey
+        before, self.running = self.running, StageForward(self, stage, received, goes_on, is_tail)
+        mine = self.running
         try:
             result = forward()
             mine.finished(result)
             return result
         except StageDone as arrived:
-            if arrived.journey is not mine:
+            if arrived.running is not mine:
                 raise
             return arrived.output
         finally:
-            self.journey = before
+            self.running = before
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a call, without a cache.
@@ -251,6 +252,51 @@ class ModuleRouter:
             self._shapes.put(key, found)
         return map_tensors(lambda tensor: stand_in(tensor, self._device), found)
 
+    # ---------------------------------------------------------------- calls of its modules
+
+    def _call_block(self, number: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.running is not None:
+            return self.running.block(number, bare, args, kwargs)
+        if self.stages.stage_of(number) not in self.local:
+            self._refuse(self.stages.names[number])
+        return bare(*args, **kwargs)
+
+    def _call_side(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        on: frozenset[int],
+        bare: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        is_here = bool(on & self.local)
+        if self.running is None or self.running.stage in on:
+            if not is_here:
+                self._refuse(name)
+            return bare(*args, **kwargs)
+        self.running.absent(name)
+        if not is_here:
+            return self.shapes(name, module, bare, args, kwargs)
+        with torch.no_grad():  # this process has it for another of its stages
+            found = bare(*args, **kwargs)
+        return map_tensors(lambda tensor: stand_in(tensor, tensor.device), found)
+
+    def _call_model(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.running is not None:
+            self.running.model_call()
+            return bare(*args, **self.inputs(args, kwargs))
+        if self.whole is None:
+            raise UnsupportedError(
+                f"{self.kind} was released, and this process has only some of its stages; prepare it again"
+            )
+        return self.whole(bare, args, self.inputs(args, kwargs))
+
+    def _refuse(self, name: str) -> None:
+        raise UnsupportedError(
+            f"{name} of {self.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
+        )
+
 
 @contextmanager
 def _without_values(module: torch.nn.Module) -> Iterator[None]:
@@ -264,60 +310,6 @@ def _without_values(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for table, held in zip(tables, before):
             table.update(held)
-
-
-class _BlockCall:
-    def __init__(self, route: ModuleRouter, number: int) -> None:
-        self._route, self._number = route, number
-
-    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        route, journey = self._route, self._route.journey
-        if journey is not None:
-            return journey.block(self._number, bare, args, kwargs)
-        if route.stages.stage_of(self._number) not in route.local:
-            _refuse(route, route.stages.names[self._number])
-        return bare(*args, **kwargs)
-
-
-class _SideCall:
-    def __init__(self, route: ModuleRouter, name: str, module: torch.nn.Module, on: frozenset[int]) -> None:
-        self._route, self._name, self._module, self._on = route, name, module, on
-
-    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        route, journey = self._route, self._route.journey
-        is_here = bool(self._on & route.local)
-        if journey is None or journey.stage in self._on:
-            if not is_here:
-                _refuse(route, self._name)
-            return bare(*args, **kwargs)
-        journey.absent(self._name)
-        if not is_here:
-            return route.shapes(self._name, self._module, bare, args, kwargs)
-        with torch.no_grad():  # this process has it for another of its stages
-            found = bare(*args, **kwargs)
-        return map_tensors(lambda tensor: stand_in(tensor, tensor.device), found)
-
-
-class _ModelCall:
-    def __init__(self, route: ModuleRouter) -> None:
-        self._route = route
-
-    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        journey, whole = self._route.journey, self._route.whole
-        if journey is not None:
-            journey.model_call()
-            return bare(*args, **self._route.inputs(args, kwargs))
-        if whole is None:
-            raise UnsupportedError(
-                f"{self._route.kind} was released, and this process has only some of its stages; prepare it again"
-            )
-        return whole(bare, args, self._route.inputs(args, kwargs))
-
-
-def _refuse(route: ModuleRouter, name: str) -> None:
-    raise UnsupportedError(
-        f"{name} of {route.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
-    )
 
 
 def is_routed(model: torch.nn.Module) -> bool:
@@ -335,20 +327,8 @@ class RoutedModule:
 
 def _exchange(module: torch.nn.Module, call: Call) -> None:
     if _KEY not in module.__dict__:
-        bare: Any = type(module)
-        module.__class__ = _routed(bare)
+        extend(module, RoutedModule)
     module.__dict__[_KEY] = call
-
-
-@cache
-def _routed(bare: Any) -> type:
-    """One subclass for all modules of a class: the compiler's guards look at it."""
-    try:
-        return type(bare.__name__, (RoutedModule, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
-    except TypeError as error:
-        raise PrepareError(
-            f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"
-        ) from error
 
 
 def _takes(model: torch.nn.Module, name: str) -> bool:

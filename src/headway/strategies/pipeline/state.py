@@ -9,6 +9,7 @@ import torch
 from headway.config.layout.mesh import Layout
 from headway.runtime.collectives.checked import Collectives
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
+from headway.weights.shards import TensorSpec
 
 
 class PipelineState:
@@ -105,7 +106,7 @@ class PipelineState:
             optimizer.state.update(before)
 
     def _shown(self, told: Any, on: frozenset[int], held: Any) -> Any:
-        if not isinstance(told, _Shape):
+        if not isinstance(told, TensorSpec):
             return told if held is None else held
         if on == self._everywhere:
             return held
@@ -128,16 +129,8 @@ class PipelineState:
                     state[key] = whole.to(parameter.device)
 
 
-class _Shape:
-    """What other ranks are told of a tensor in a state."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-
 def _told(value: Any) -> Any:
     """Numbers go to all ranks; of tensors with dimensions, their shape."""
     if isinstance(value, torch.Tensor):
-        return _Shape(value) if value.ndim else value.detach().cpu()
+        return TensorSpec(tuple(value.shape), value.dtype) if value.ndim else value.detach().cpu()
     return value

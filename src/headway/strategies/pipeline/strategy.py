@@ -6,7 +6,8 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,24 +22,26 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.axes import left
-from headway.strategies.base import Capabilities, Engine, Transform
-from headway.strategies.data_parallel.replica import GradientBuckets
+from headway.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.strategies.data_parallel.replica import average_gradients
 from headway.strategies.fully_sharded import gradients
+from headway.strategies.fully_sharded.replaced import ReplacedParameters
 from headway.strategies.pipeline.plain_calls import PlainCalls
 from headway.strategies.pipeline.rng import go_on, own_streams
 from headway.strategies.pipeline.runner import PipelineRunner
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed
 from headway.strategies.pipeline.stages import find_stages
 from headway.strategies.pipeline.state import PipelineState
-from headway.strategies.single import SingleStrategy
+from headway.strategies.sharded_models import ShardedModels
 
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
 class PipelineTask:
     """A batch whose loss is computed in backward.
 
-    Args:
+    Attributes:
         fn: from a micro-batch to its loss.
         pieces: the micro-batches.
         weights: of each, over how many items its loss is taken.
@@ -46,23 +49,19 @@ class PipelineTask:
         loss: stands for the batch's loss until that is known.
     """
 
-    def __init__(
-        self,
-        fn: Callable[[Tree], torch.Tensor],
-        pieces: Sequence[Tree],
-        weights: Sequence[float],
-        reduction: str,
-        loss: torch.Tensor,
-    ) -> None:
-        self.fn = fn
-        self.pieces = pieces
-        self.weights = weights
-        self.loss = loss
-        total = sum(weights)
-        self.shares = [1.0 if reduction == "sum" else weight / total if total else 0.0 for weight in weights]
+    fn: Callable[[Tree], torch.Tensor]
+    pieces: Sequence[Tree]
+    weights: Sequence[float]
+    reduction: str
+    loss: torch.Tensor
+
+    def share(self, number: int) -> float:
+        """How much a micro-batch's loss counts in the batch's."""
+        total = sum(self.weights)
+        return 1.0 if self.reduction == "sum" else self.weights[number] / total if total else 0.0
 
 
-class PipelineStrategy(SingleStrategy):
+class PipelineStrategy(Strategy):
     """Stages of a model along the axis `pp`, replicas of that along the axis `replicate`.
 
     Args:
@@ -73,7 +72,12 @@ class PipelineStrategy(SingleStrategy):
 
     name = "pp"
     capabilities = Capabilities(
-        several_models=False, rollback=False, lone_forward=False, whole_gradients=False, copies=False
+        several_models=False,
+        rollback=False,
+        lone_forward=False,
+        whole_gradients=False,
+        copies=False,
+        local_training=False,
     )
 
     def __init__(self, collectives: Collectives, layout: Layout, options: PipelineOptions) -> None:
@@ -85,7 +89,7 @@ class PipelineStrategy(SingleStrategy):
         self._peers = self.data_group  # other ranks' optimizers hold the parameters of other stages
         self.data_shard = ShardIndex(layout.coordinates(collectives.rank)["replicate"], layout.replicate)
         self.gradient_divisor = layout.replicate
-        self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._replaced = ReplacedParameters(tuple)
         self._shared: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
         self._uncounted: set[int] = set()
         self._summed: dict[int, torch.Tensor] = {}
@@ -112,7 +116,7 @@ class PipelineStrategy(SingleStrategy):
         Raises:
             PrepareError: whole models come with their values.
         """
-        if model in self.everyone.runtime.scope.own(StagedModels).of:
+        if model in self.everyone.runtime.scope.own(ShardedModels):
             return
         if is_routed(model):
             raise PrepareError(
@@ -132,19 +136,13 @@ class PipelineStrategy(SingleStrategy):
         """
         if self._has_left and self.layout.replicate > 1:
             raise StateError(left(self.layout))
-        known = self.everyone.runtime.scope.own(StagedModels).of
+        known = self.everyone.runtime.scope.own(ShardedModels)
         how = (self.layout, self._options)
-        before = known.get(model)
-        if before is None:
-            route, state = self._cut(model, transforms)
-            known[model] = how, route, state
-        elif before[0] != how:
-            raise PrepareError(
-                f"{type(model).__name__} is already cut into the stages of another pipeline; build it again, and load its values "
-                "from a checkpoint"
-            )
-        else:
-            _, route, state = before
+        parts = known.find(model, how)
+        if parts is None:
+            parts = self._cut(model, transforms)
+            known.note(model, how, parts)
+        route, state = parts
         self._pipe = PipelineRunner(model, route, self._group, self._options)
         self._calls = PlainCalls(self._pipe)
         route.whole = self._calls
@@ -215,7 +213,7 @@ class PipelineStrategy(SingleStrategy):
                     if key not in made:
                         made[key] = self._here(tensor, device) if rank in owners[key] else _emptied(tensor)
                         if made[key] is not tensor:
-                            self._replaced[key] = weakref.ref(tensor), made[key]
+                            self._replaced.note([(tensor, made[key])])
                         owners[id(made[key])] = owners[key]
                         made[id(made[key])] = made[key]
                     held[name] = made[key]
@@ -267,24 +265,13 @@ class PipelineStrategy(SingleStrategy):
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The empty one that took its place, where it is on other ranks."""
-        known = self._replaced.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else parameter
+        return self._replaced.current(parameter)
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """All of it, or nothing."""
         return torch.empty_like(tensor, device="meta") if parameter.is_meta else tensor
 
     # ---------------------------------------------------------------- micro-batches
-
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Refused: a rank holds a part of the model, which learns nothing alone.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "local SGD needs a whole model on each rank, and this one is cut into stages; use strategy='ddp', or drop local SGD"
-        )
 
     def compute(
         self,
@@ -325,7 +312,7 @@ class PipelineStrategy(SingleStrategy):
             if stage < last:
                 return found
             _check_loss(found)
-            share = task.shares[number]
+            share = task.share(number)
             if task.weights[number]:  # a mean over nothing may be NaN
                 total.add_(found.detach().reshape(()).float(), alpha=share)
             return precision.scale_loss(found.reshape(())) * (factor * share)
@@ -372,7 +359,8 @@ class PipelineStrategy(SingleStrategy):
         for group, shared in self._shared:
             self._sum_shared(group, [parameter for parameter in shared if parameter.requires_grad])
         if self.data_group.world_size > 1:
-            self._average()
+            learning = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
+            average_gradients(learning, self.data_group)
             buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and not buffer.is_meta]
             if self._model.training and buffers:
                 self.data_group.broadcast_into(buffers)
@@ -384,24 +372,6 @@ class PipelineStrategy(SingleStrategy):
             before = self._aside.pop(id(parameter), None)
             parameter.grad = grad if before is None else before.add_(grad)
             self._summed[id(parameter)] = parameter.grad
-
-    def _average(self) -> None:
-        """Over the replicas; a parameter that has a gradient on none of them gets none."""
-        assert self._model is not None
-        own = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
-        flags = torch.tensor([float(parameter.grad is not None) for parameter in own])
-        self.data_group.sum_in_place([flags])
-        with torch.no_grad():
-            learning = [parameter for parameter, flag in zip(own, flags.tolist()) if flag]
-            for parameter in learning:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            grads = [parameter.grad for parameter in learning if parameter.grad is not None]
-            if grads:
-                buckets = GradientBuckets(grads)
-                self.data_group.sum_in_place(buckets.pack(grads))
-                buckets.unpack(grads)
-                torch._foreach_mul_(grads, 1.0 / self.data_group.world_size)
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Of this rank's stages."""
@@ -418,14 +388,6 @@ class PipelineStrategy(SingleStrategy):
         """Over all stages; what several hold counts once."""
         own = [p for p in map(self.current, parameters) if id(p) not in self._uncounted]
         return gradients.total_norm(own, norm_type, self._group, num_copies=1)
-
-    def clip(
-        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """By the norm over all stages."""
-        norm = self.total_norm(parameters, norm_type) if known is None else known
-        gradients.clip_by(self.local_gradients(parameters), max_norm, norm)
-        return norm
 
     # ---------------------------------------------------------------- state, the end
 
@@ -463,21 +425,8 @@ class PipelineStrategy(SingleStrategy):
         self._shared, self._uncounted = [], set()
         self._summed.clear()
         self._aside.clear()
-        self._replaced.clear()
+        self._replaced.forget()
         self._optimizers.clear()
-
-
-class StagedModels:
-    """The models that were cut in this process.
-
-    Attributes:
-        of: by model, how, its route and its state.
-    """
-
-    def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ModuleRouter, PipelineState]] = (
-            weakref.WeakKeyDictionary()
-        )
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:

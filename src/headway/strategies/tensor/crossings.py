@@ -98,6 +98,20 @@ def cut(tensor: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     return tensor.narrow(dim, start, min(step, length - start))
 
 
+def all_gather(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """The ranks' parts, one after the other along the first dimension; autograd does not see it."""
+    collectives = torch.ops._c10d_functional
+    found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
+    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum of the ranks' terms; autograd does not see it."""
+    collectives = torch.ops._c10d_functional
+    found = collectives.reduce_scatter_tensor(terms.contiguous(), "sum", axis.size, axis.group.group_name)
+    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+
+
 def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
@@ -109,9 +123,7 @@ def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None) -> 
     if part.shape[dim] < step:
         padding = part.new_zeros(*part.shape[:dim], step - part.shape[dim], *part.shape[dim + 1 :])
         part = torch.cat([part, padding], dim)
-    collectives = torch.ops._c10d_functional
-    found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
-    found = collectives.wait_tensor(found)
+    found = all_gather(part, axis)
     whole = found if dim == 0 else torch.cat(found.chunk(axis.size, 0), dim)
     return whole if size is None or whole.shape[dim] == size else whole.narrow(dim, 0, size)
 
@@ -119,9 +131,7 @@ def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None) -> 
 def _sum_part(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     dim = dim % term.dim()
     stacked = term if dim == 0 else torch.cat(term.chunk(axis.size, dim), 0)
-    collectives = torch.ops._c10d_functional
-    found = collectives.reduce_scatter_tensor(stacked.contiguous(), "sum", axis.size, axis.group.group_name)
-    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+    return reduce_scatter(stacked, axis)
 
 
 class _Spread(torch.autograd.Function):

@@ -11,6 +11,7 @@ from headway.errors import PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import gradients
 from headway.strategies.tensor.crossings import SplitAxis
+from headway.weights.pieces import is_dtensor
 
 _RELATIVE = 1e-3
 _NUM_NAMES = 4
@@ -35,8 +36,8 @@ def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> boo
         (name, gradients.local(parameter.grad).detach())
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
-        and gradients.is_distributed(parameter)  # not one that was added after prepare()
-        and parameter.placements[-1].is_replicate()  # type: ignore[attr-defined]
+        and is_dtensor(parameter)  # not one that was added after prepare()
+        and parameter.placements[-1].is_replicate()
     ]
     odd = _differing(named, axis) if named else []
     counts = [int(row[0]) for row in everyone.gather_numbers([float(len(odd))])]

@@ -198,13 +198,8 @@ def _check_nesting(cuts: ModelSplit) -> None:
             )
     for name in (*cuts.sites, *cuts.foreign):
         for around in ancestors(name):
-            if around in cuts.foreign and any(True for _ in _own_parameters_of(cuts, around)):
+            # PrepareModuleInput and its like change arguments alone; others cut what they are given.
+            if around in cuts.foreign and not type(cuts.foreign[around]).__name__.startswith("PrepareModule"):
                 raise ConfigError(
                     f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {around!r} around it"
                 )
-
-
-def _own_parameters_of(cuts: ModelSplit, name: str) -> Iterator[str]:
-    # PrepareModuleInput and its like change arguments alone; others cut what they are given.
-    if not type(cuts.foreign[name]).__name__.startswith("PrepareModule"):
-        yield name

@@ -14,6 +14,7 @@ from headway.common.optional import Later
 from headway.config.layout.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
+from headway.strategies.blocks import holders_of
 from headway.strategies.tensor import gradient_check as agreement
 from headway.strategies.tensor import heads, plans, sequence, styles
 from headway.strategies.tensor.adapters import AdaptedCall
@@ -211,11 +212,11 @@ Where = dict[int, tuple[int, int]]
 
 def _dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Where:
     where: Where = {}
-    for parameter, owners in _owners(model).values():
-        asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, key in owners}
+    for parameter, owners in holders_of(model).values():
+        asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, _, key in owners}
         wanted = {ask for ask in asked.values() if ask is not None}
         foreign = [
-            name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))
+            name for name, *_ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))
         ]
         if len(owners) > 1 and foreign:
             raise PrepareError(
@@ -230,7 +231,7 @@ def _dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Wh
             continue
         (dim, factor) = where[id(parameter)] = wanted.pop()
         _check_size(next(iter(asked)), parameter, dim, factor, axis)
-        for (name, key), ask in zip(owners, asked.values()):
+        for (name, _, key), ask in zip(owners, asked.values()):
             if ask is None:
                 cuts.sites[name] = _tied_site(model, name, key, dim, cuts, axis)
     return where
@@ -276,22 +277,13 @@ def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Mode
     return SplitModule(module, name, axis, style)
 
 
-def _owners(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[tuple[str, str]]]]:
-    found: dict[int, tuple[torch.nn.Parameter, list[tuple[str, str]]]] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (parameter, []))[1].append((name, key))
-    return found
-
-
 def _place(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
-    for parameter, owners in _owners(model).values():
+    for parameter, owners in holders_of(model).values():
         if isinstance(parameter, tensor.DTensor):
             continue  # one of torch's styles has placed it
         placed = _placed(parameter, where.get(id(parameter)), axis)
-        for name, key in owners:
-            model.get_submodule(name)._parameters[key] = placed
+        for _, module, key in owners:
+            module._parameters[key] = placed
 
 
 def _placed(parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: SplitAxis) -> torch.nn.Parameter:

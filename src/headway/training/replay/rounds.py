@@ -2,12 +2,12 @@
 
 ::
 
-    healthy rank    gather, gather, ...        gather, ..., reduce, vote       each noted in its trail before it is entered
+    healthy rank    gather, gather, ...        gather, ..., reduce, vote       each noted in its log before it is entered
     failed rank     gather, gather, out of memory
                         says so on the control plane; the others' answerers tell their trails
                                                gather, ..., reduce, vote       stands in: its own parts, gradients of zero
 
-The control plane is apart from the exchanges, and an answerer is a thread: both work while the others wait inside one. It
+The control plane is apart from the exchanges, and an replayer is a thread: both work while the others wait inside one. It
 looks there only while this rank makes no progress, so that a run in which nothing happens sends nothing. Ranks may fail
 together, at different places: each does what somebody has entered, and leaves out what nobody of its group ever will.
 A rank that cannot even stand in says that, and the run ends on all ranks with its reason.
@@ -24,7 +24,7 @@ from headway.log import get_logger
 from headway.runtime.collective_log import CollectiveLog, Step, is_vote
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.replay.answerer import CollectiveReplayer
+from headway.training.replay.replayer import CollectiveReplayer
 
 log = get_logger(__name__)
 
@@ -43,28 +43,28 @@ class Rounds:
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
         self._runtime = runtime
-        self._trail = runtime.scope.own(CollectiveLog)
+        self._collective_log = runtime.scope.own(CollectiveLog)
         self._rank = runtime.rank
         self._patience = runtime.patience.total_seconds()
 
     @property
-    def _answerer(self) -> CollectiveReplayer:
+    def _replayer(self) -> CollectiveReplayer:
         return self._runtime.scope.own(CollectiveReplayer)
 
     # ---------------------------------------------------------------- begin and end
 
     def open(self) -> None:
         """A batch begins, on all ranks."""
-        self._answerer.start()
-        self._trail.open()
+        self._replayer.start()
+        self._collective_log.open()
 
     def close(self) -> None:
         """No batch is in hand."""
-        self._trail.close()
+        self._collective_log.close()
 
     def voted(self) -> None:
         """All ranks have come to the vote; nobody needs what this rank has told."""
-        self._answerer.voted()
+        self._replayer.voted()
 
     # ---------------------------------------------------------------- a rank that has failed
 
@@ -74,13 +74,13 @@ class Rounds:
         Raises:
             MemoryExhausted: this rank cannot, or another one could not; all ranks raise it.
         """
-        trail, started = self._trail, time.monotonic()
+        noted, started = self._collective_log, time.monotonic()
         try:
-            if trail.is_inside:
+            if noted.is_inside:
                 raise CollectiveError("it was inside an exchange, which cannot be entered twice")
             self._strategy.break_off()
-            self._answerer.say_failed()
-            before = trail.position
+            self._replayer.say_failed()
+            before = noted.position
             while (step := self._next()) is not None and not is_vote(step):
                 self._go_through(step)
         except Exception as error:
@@ -88,25 +88,25 @@ class Rounds:
             raise self._give_up(error) from error
         log.info(
             "stood in for itself in %d exchanges, %.2f s",
-            trail.position - before,
+            noted.position - before,
             time.monotonic() - started,
             main_process_only=False,
         )
 
     def _go_through(self, step: Step) -> None:
         """Take part where anybody does."""
-        index = self._trail.position
+        index = self._collective_log.position
         peers = [rank for rank in self._strategy.members(step) if rank != self._rank]
         found = self._found(index, peers)
         if found is None:
-            self._trail.skip()
+            self._collective_log.skip()
         else:
             self._strategy.stand_in(found)
 
     def _next(self) -> Step | None:
         """The step at this place on any rank; None: all have failed before it."""
         others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
-        return self._found(self._trail.position, others)
+        return self._found(self._collective_log.position, others)
 
     def _found(self, index: int, ranks: Sequence[int]) -> Step | None:
         """What one of these ranks has entered as its exchange `index`; None where all of them have failed before it.
@@ -114,13 +114,13 @@ class Rounds:
         Raises:
             ControlPlaneError: they do not come.
         """
-        answerer, deadline, pause = self._answerer, time.monotonic() + self._patience, _SOON
+        replayer, deadline, pause = self._replayer, time.monotonic() + self._patience, _SOON
         waiting = list(ranks)
         while waiting:
             rank = waiting[0]
             # Whether it has failed is asked first: what it did before that is told by then.
-            has_failed = answerer.has_failed(rank)
-            step = answerer.step_of(rank, index)
+            has_failed = replayer.has_failed(rank)
+            step = replayer.step_of(rank, index)
             if step is not None:
                 return step
             if has_failed:
@@ -132,7 +132,7 @@ class Rounds:
             time.sleep(pause)
             pause = min(2 * pause, _SELDOM)
         # One that failed may have stood in for itself since, because another one had entered it.
-        return next((step for rank in ranks if (step := answerer.step_of(rank, index)) is not None), None)
+        return next((step for rank in ranks if (step := replayer.step_of(rank, index)) is not None), None)
 
     def _give_up(self, error: Exception) -> MemoryExhausted:
         """Nobody can go on: tell all."""
@@ -140,7 +140,7 @@ class Rounds:
             f"memory ran out on rank {self._rank}, and it could not take part in what the others were still doing: {error}. "
             "End the run, and resume from a checkpoint with smaller batches"
         )
-        self._answerer.say_lost(text)
+        self._replayer.say_lost(text)
         return MemoryExhausted(text)
 
     def check(self, error: BaseException | None) -> None:
@@ -152,9 +152,9 @@ class Rounds:
         Raises:
             MemoryExhausted: it cannot.
         """
-        if error is not None and not self._trail.lost:
+        if error is not None and not self._collective_log.lost:
             # The connection may have been closed by a rank that knew it earlier; the reason was told before that.
             with suppress(DistError, HeadwayError):
-                self._answerer.look_for_reason(self._trail.number)
-        if self._trail.lost and not isinstance(error, MemoryExhausted):
-            raise MemoryExhausted(self._trail.lost) from error
+                self._replayer.look_for_reason(self._collective_log.number)
+        if self._collective_log.lost and not isinstance(error, MemoryExhausted):
+            raise MemoryExhausted(self._collective_log.lost) from error

@@ -15,7 +15,7 @@ from headway.strategies.base import Strategy
 from headway.training.checks.guard import StepGuard
 from headway.training.hooks import StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.headroom import AllocatorPressure
+from headway.training.replay.allocator import AllocatorPressure
 from headway.training.replay.piece_size import PieceSize
 from headway.training.replay.rounds import Rounds
 from headway.training.replay.snapshot import BatchSnapshot
@@ -69,8 +69,8 @@ class PieceStep(TrainingStep):
         # Where each piece is an exchange, its gradients travel at once, and all ranks run as many pieces.
         self._is_joint = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self._is_joint else None
-        headroom = AllocatorPressure(runtime.hardware, runtime.device)
-        self.transaction = BatchTransaction(strategy, snapshot, headroom, prepared, rounds)
+        allocator = AllocatorPressure(runtime.hardware, runtime.device)
+        self.transaction = BatchTransaction(strategy, snapshot, allocator, prepared, rounds)
         self._num_batches = 0
         self._all_rows: list[int] = []
 

@@ -27,7 +27,7 @@ from headway.runtime.events import notify
 from headway.runtime.readback import Readback
 from headway.strategies.base import Strategy
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.headroom import AllocatorPressure
+from headway.training.replay.allocator import AllocatorPressure
 from headway.training.replay.piece_size import PieceSize
 from headway.training.replay.rounds import Rounds
 from headway.training.replay.snapshot import BatchSnapshot
@@ -54,7 +54,7 @@ class BatchTransaction:
     Args:
         strategy: reduces gradients.
         snapshot: the way back.
-        headroom: watches the device's memory.
+        allocator: watches the device's memory.
         prepared: whose optimizers step.
         rounds: where forwards are exchanges, brings a rank whose memory ran out to the others' vote.
 
@@ -71,7 +71,7 @@ class BatchTransaction:
         self,
         strategy: Strategy,
         snapshot: BatchSnapshot,
-        headroom: AllocatorPressure,
+        allocator: AllocatorPressure,
         prepared: PreparedObjects,
         rounds: Rounds | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class BatchTransaction:
         self._strategy = strategy
         self._group: Collectives = strategy.everyone
         self._snapshot = snapshot
-        self._headroom = headroom
+        self._allocator = allocator
         self._prepared = prepared
         self._rounds = rounds
         self._materialised: dict[int, Materialised] = {}
@@ -184,13 +184,13 @@ class BatchTransaction:
         smaller = self.size.below(self._longest)
         if is_thrashing and smaller:
             log.warning_once("the device's allocator keeps emptying its cache to find memory: pieces become smaller")
-            self._headroom.start_over()
+            self._allocator.start_over()
             self.size.shrink(smaller, self._longest)
             return
         before, num_clean = self.size.limit, self.size.num_clean
         self.size.succeeded(self._longest, self._spare > 0)
         if self.size.num_clean < num_clean:
-            self._headroom.forget_peak()
+            self._allocator.forget_peak()
         if self.size.limit != before:
             log.info("pieces of up to %s rows are tried", self.size.limit)
 
@@ -210,10 +210,10 @@ class BatchTransaction:
     def _vote(self, phase: int, *numbers: float) -> list[list[float]]:
         factor = 2.0 if self.size.failed is None else self.size.failed / (self.size.limit or 1)
         is_waiting = self.size.limit is not None and self.size.num_clean + 1 >= self.size.patience
-        spare = float(not is_waiting or self._headroom.has_room(factor))
+        spare = float(not is_waiting or self._allocator.has_room(factor))
         below = float(self.size.below(self.num_rows)) if phase == _FAILED else -1.0
         filled = [*numbers, 0.0, 0.0, 0.0][:3]
-        thrashing = float(phase != _FAILED and self._headroom.is_thrashing())
+        thrashing = float(phase != _FAILED and self._allocator.is_thrashing())
         rows = self._group.gather_numbers([float(phase), below, float(self.num_rows), spare, thrashing, *filled], VOTE)
         if self._rounds is not None:
             self._rounds.voted()
@@ -236,7 +236,7 @@ class BatchTransaction:
         limit = int(min(rows[rank][1] for rank in failed))
         num_rows = int(min(rows[rank][2] for rank in failed))
         self.must_replay = True
-        self._headroom.start_over()
+        self._allocator.start_over()
         if limit < 1:
             raise MemoryExhausted(
                 f"memory ran out on rank {', '.join(map(str, failed))} with pieces of one row: there is nothing smaller to try. "

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, meeting, overlapping
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _digest
 from headway.checkpoint.loading.chunked_tensor import CheckpointFiles, ChunkedTensor
-from headway.checkpoint.loading.files import open_tensors, read_state, read_tensors, verify
+from headway.checkpoint.loading.files import open_tensors, read_state, verify
 from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.sharded_tensors import ShardedTensors, entries
 from headway.checkpoint.state import CollectedState
@@ -24,6 +24,7 @@ from headway.weights.files import open_checkpoint
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 from tests.sweep.fuzz import mutated
 from tests.unit.checkpoint.amount import EXAMPLES
+from tests.unit.checkpoint.reading import read_tensors
 
 SPLITS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=0, max_size=3)
 

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, safe_open
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, read_manifest
 from headway.checkpoint.format.shards import describe, write_shard
-from headway.checkpoint.loading.files import read_state, read_tensors, verify
+from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.saving import writer
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
+from tests.unit.checkpoint.reading import read_tensors
 
 TENSORS = {
     "model/0/a": torch.arange(12.0).reshape(3, 4), "model/0/b": torch.randn(5).to(torch.bfloat16), "model/0/empty": torch.zeros(0, 3),

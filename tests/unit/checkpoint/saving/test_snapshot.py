@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.loading.files import read_tensors
 from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import CollectedState
 from headway.weights.shards import raw_bytes
 from tests.unit.checkpoint.loading.test_files import TENSORS, job
+from tests.unit.checkpoint.reading import read_tensors
 
 
 class Devices:
@@ -90,7 +90,8 @@ def test_every_device_is_waited_for_by_the_thread_that_writes(tmp_path):
     writer.announce(made)
     background = writer.BackgroundSave()
     background.start(made)
-    assert background.wait() is None
+    background.join()
+    background.check()
     assert devices.waited == [(torch.device("cuda", n), "headway-save") for n in (0, 1)]
     folder = tmp_path / "checkpoint_1"
     found = dict(read_tensors(folder, read_manifest(folder)))

@@ -11,7 +11,7 @@ from headway.memory import evidence
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader
 from headway.runtime.device import HARDWARE
-from headway.training.replay.headroom import AllocatorPressure
+from headway.training.replay.allocator import AllocatorPressure
 from headway.training.replay.piece_size import FIRST_PATIENCE
 from tests.unit.memory.simulated import SimulatedAllocator
 
@@ -33,7 +33,7 @@ def run(allocator: SimulatedAllocator, num_rows: int, num_batches: int, uses: Ca
     accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=1)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
-    accelerator._training_step.transaction._headroom = AllocatorPressure(CUDA, DEVICE)
+    accelerator._training_step.transaction._allocator = AllocatorPressure(CUDA, DEVICE)
     sizes: list[int] = []
 
     def loss(piece: torch.Tensor) -> torch.Tensor:
@@ -127,13 +127,13 @@ def test_an_engine_that_is_missing_for_another_reason_costs_one_more_attempt_at_
 def test_one_retry_is_not_thrashing(simulate) -> None:
     allocator = simulate(40)
     allocator.use(32)
-    headroom = AllocatorPressure(CUDA, DEVICE)
+    pressure = AllocatorPressure(CUDA, DEVICE)
     found = []
     for vote in range(64):
         if vote == 20:  # as an evaluation between two batches
             allocator.use(30)
         allocator.use(32) if vote < 20 else allocator.use(30)
-        found.append(headroom.is_thrashing())
+        found.append(pressure.is_thrashing())
     assert allocator.num_retries == 1
     assert not any(found)
 
@@ -142,30 +142,30 @@ def test_retries_of_before_are_not_counted(simulate) -> None:
     allocator = simulate(40)
     for size in (32, 30) * 20:
         allocator.use(size)
-    headroom = AllocatorPressure(CUDA, DEVICE)
-    assert not any(headroom.is_thrashing() for _ in range(64))
+    pressure = AllocatorPressure(CUDA, DEVICE)
+    assert not any(pressure.is_thrashing() for _ in range(64))
 
 
 def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) -> None:
     allocator = simulate(40)
-    headroom = AllocatorPressure(CUDA, DEVICE)
+    pressure = AllocatorPressure(CUDA, DEVICE)
     meter = AllocatorMeter(CUDA, DEVICE)
     allocator.use(30)  # a piece's forward and backward; then the phase "step" begins
     meter.reset()
     allocator.use(1)
     assert meter.peak() == 1
-    assert headroom.has_room(1.2)
-    assert not headroom.has_room(2.0)
+    assert pressure.has_room(1.2)
+    assert not pressure.has_room(2.0)
 
 
 def test_growing_does_not_take_away_the_peak_that_a_monitor_counts(simulate) -> None:
     allocator = simulate(40)
     meter = AllocatorMeter(CUDA, torch.device("cuda"))  # the current device, which is the same one
-    headroom = AllocatorPressure(CUDA, DEVICE)
+    pressure = AllocatorPressure(CUDA, DEVICE)
     allocator.use(30)
-    headroom.start_over()
+    pressure.start_over()
     assert meter.peak() == 30
-    assert headroom.has_room(2.0)
+    assert pressure.has_room(2.0)
 
 
 def test_a_reader_that_nobody_holds_is_not_served(simulate) -> None:
@@ -195,7 +195,7 @@ def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     transaction = accelerator._training_step.transaction
-    transaction._headroom = ThrashingOnce()
+    transaction._allocator = ThrashingOnce()
 
     def fail(*_: object) -> None:
         if failures:
@@ -215,7 +215,7 @@ def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
 
 
 def test_a_cpu_has_room_and_does_not_thrash() -> None:
-    headroom = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
-    headroom.start_over()
-    assert headroom.has_room(1e9)
-    assert not any(headroom.is_thrashing() for _ in range(64))
+    pressure = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
+    pressure.start_over()
+    assert pressure.has_room(1e9)
+    assert not any(pressure.is_thrashing() for _ in range(64))

@@ -1,4 +1,4 @@
-"""What a rank says on the control plane of its trail, and the thread that says it while the rank itself waits in an exchange.
+"""What a rank says on the control plane of its collectives, and the thread that says it while the rank itself waits in an exchange.
 
 The keys of a round, below `replay/NUMBER/`: `RANK/INDEX` an exchange that a rank has entered; `failed/RANK` its memory ran out, and
 what it had entered before has been told; `failed` some rank's did; `lost` the round cannot be finished, and why. Who set a key
@@ -26,16 +26,16 @@ _ANSWER = timedelta(seconds=60)
 
 
 class CollectiveReplayer:
-    """One for each process runtime: it knows the trail, and neither models nor strategies."""
+    """One for each process runtime: it knows the log of collectives, and neither models nor strategies."""
 
     def __init__(self) -> None:
         runtime = process.current()
-        self.trail = runtime.scope.own(CollectiveLog)
+        self.collective_log = runtime.scope.own(CollectiveLog)
         self.rank, self.world_size = runtime.rank, runtime.world_size
         self._channel = control.current()
         self._own: list[str] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="headway-answerer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="headway-replayer", daemon=True)
 
     def start(self) -> None:
         """Answer from now on, until the runtime ends."""
@@ -51,29 +51,29 @@ class CollectiveReplayer:
             self._thread.join(5)
 
     def _run(self) -> None:
-        trail, before = self.trail, (-1, -1)
+        noted, before = self.collective_log, (-1, -1)
         while not self._over.wait(_LOOKS):
-            now = (trail.number, trail.position)
-            is_still, before = trail.is_open and now == before, now
+            now = (noted.number, noted.position)
+            is_still, before = noted.is_open and now == before, now
             try:
-                if trail.is_told:
-                    self._look_for_the_end(trail.number)
+                if noted.is_told:
+                    self._look_for_the_end(noted.number)
                 elif is_still and self._channel.has(f"replay/{now[0]}/failed"):
-                    trail.tell(now[0], self.publish)
+                    noted.tell(now[0], self.publish)
             except (DistError, HeadwayError) as error:
                 log.debug("the control plane is lost: %s", error)
                 return
 
     def _look_for_the_end(self, number: int) -> None:
-        if not self.trail.lost and self.look_for_reason(number):
+        if not self.collective_log.lost and self.look_for_reason(number):
             process.abort_group()  # nothing else wakes a rank inside an exchange
 
     def look_for_reason(self, number: int) -> str:
         """Why the round cannot be finished on some rank; empty while it can."""
         key = f"replay/{number}/lost"
-        if not self.trail.lost and self._channel.has(key):
-            self.trail.lost = self._channel.get(key, _ANSWER).decode()
-        return self.trail.lost
+        if not self.collective_log.lost and self._channel.has(key):
+            self.collective_log.lost = self._channel.get(key, _ANSWER).decode()
+        return self.collective_log.lost
 
     # ---------------------------------------------------------------- saying and asking
 
@@ -82,8 +82,8 @@ class CollectiveReplayer:
         self._set(f"{self.rank}/{index}", text)
 
     def say_failed(self) -> None:
-        """This rank's memory ran out: its trail, then the fact."""
-        self.trail.tell(self.trail.number, self.publish)
+        """This rank's memory ran out: its log of collectives, then the fact."""
+        self.collective_log.tell(self.collective_log.number, self.publish)
         self._set(f"failed/{self.rank}")
         self._set("failed")
 
@@ -94,21 +94,21 @@ class CollectiveReplayer:
 
     def has_failed(self, rank: int) -> bool:
         """Has that rank's memory run out in this round?"""
-        return self._channel.has(f"replay/{self.trail.number}/failed/{rank}")
+        return self._channel.has(f"replay/{self.collective_log.number}/failed/{rank}")
 
     def step_of(self, rank: int, index: int) -> Step | None:
         """The exchange of that number which a rank has entered; None where it has not, as far as it has told."""
-        key = f"replay/{self.trail.number}/{rank}/{index}"
+        key = f"replay/{self.collective_log.number}/{rank}/{index}"
         return read(self._channel.get(key, _ANSWER)) if self._channel.has(key) else None
 
     def voted(self) -> None:
         """The round is over: all ranks have come to its vote."""
-        self.trail.turn()
+        self.collective_log.turn()
         own, self._own = self._own, []
         for key in own:
             self._channel.delete(key)
 
     def _set(self, name: str, text: str = "") -> None:
-        key = f"replay/{self.trail.number}/{name}"
+        key = f"replay/{self.collective_log.number}/{name}"
         self._own.append(key)
         self._channel.set(key, text.encode())
