@@ -27,10 +27,9 @@ def row(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
 def largest() -> int:
     """The largest batch with checkpointing, which the tutorial trained without accumulation."""
     assert DEVICE.memory is not None
-    found = BudgetSearch(
+    return BudgetSearch(
         lambda size: events(size, True, 1), lambda each: replay(each).reserved, room(DEVICE, DEVICE.memory)
     ).run()
-    return found.batch
 
 
 def main() -> None:

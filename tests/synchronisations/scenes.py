@@ -189,10 +189,10 @@ def two_ranks(fake: FakeDevice) -> list[Any]:
     """What ranks tell each other about callbacks and losses."""
     task = BatchTask(None, lambda piece: piece, None, "mean")
     task.add(torch.ones(()).to(DEVICE), 4.0)
-    callbacks, control = SimpleNamespace(has_foreign=True), TrainerControl(should_save=True)
+    control = TrainerControl(should_save=True)
     training = object.__new__(Training)
     exchange = SimpleNamespace(num_processes=2, collectives=OfTwo(), device=DEVICE)
-    training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(callbacks=callbacks, control=control))
+    training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(has_foreign=True, control=control))
     fake.start_over()
     loss = task.loss(OfTwo())  # type: ignore[arg-type]
     training._synchronize_control()

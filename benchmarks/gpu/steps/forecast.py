@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import headway
+from benchmarks.forecast.snapshot import compare
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
 from headway.config.strategies import ActivationCheckpointing
 from headway.forecasting.answer import Forecast
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import find, named
-from headway.forecasting.device.snapshot import compare
 from headway.forecasting.tracing.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker

@@ -1,6 +1,7 @@
 """`headway plan`: what each rank of a run would hold and send, for any layout and number of ranks, computed on this machine alone."""
 
 import json
+from functools import partial
 from typing import Any
 
 import click
@@ -40,8 +41,9 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         parse(text)  # a word that is no layout at all is wrong use; one that does not divide the ranks is a row
     memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
     # Imported here so that the help does not wait for torch.
-    from headway.planning.compare import candidates, compare
+    from headway.planning.compare import candidates, compare, plan
     from headway.planning.costs import ClusterRates
+    from headway.planning.optimizers import maker
     from headway.planning.report import as_dict
     from headway.planning.sources import find
     from headway.planning.table import describe, tabulate
@@ -50,11 +52,11 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
     cluster = ClusterRates(
         given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
     )
-    found = compare(
+    maker(given["optimizer"])  # what is wrong for every layout is an error, no row
+    planned = partial(
+        plan,
         source.make,
-        strategy or candidates(ranks, cluster.machine_ranks, source.has_plan),
-        ranks,
-        cluster,
+        num_ranks=ranks,
         step=source.step,
         optimizer=given["optimizer"],
         precision=given["precision"],
@@ -63,7 +65,9 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
             PipelineOptions(given["schedule"], given["microbatches"]),
             *([ActivationCheckpointing()] if given["activation_checkpointing"] else []),
         ],
+        machine_ranks=cluster.machine_ranks,
     )
+    found = compare(planned, strategy or candidates(ranks, cluster.machine_ranks, source.has_plan), cluster)
     if len(strategy) == 1 and found.rows[0].plan is None:
         raise ConfigError(found.rows[0].reason)
     if as_json:

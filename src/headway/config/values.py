@@ -30,6 +30,13 @@ def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
     return f"; did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
 
 
+def check_count(**values: object) -> None:
+    """Raise ConfigError unless each of these, by its name, is a whole number of 1 or more."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
+
+
 def known_keywords(kind: Class) -> Class:
     """Class decorator: a keyword that the constructor does not know is an error that says the nearest one.
 

@@ -119,7 +119,7 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
         by_batch=(),
         num_traces=1,
         seconds=0.0,
-        caveats=traced.caveats,
+        caveats=(*traced.caveats, *target.caveats),
     )
 
 
@@ -129,7 +129,7 @@ def replayed(events: list[MemoryEvent], device: Device, is_expandable: bool) -> 
     if device.is_cuda:
         return found
     exact = plain_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
-    return AllocationReplay(exact, exact, 0, True, found.peak)
+    return AllocationReplay(exact, exact, found.peak)
 
 
 def _fits(least: int, most: int, budget: int) -> bool | None:

@@ -25,21 +25,6 @@ Events = Callable[[int], list[MemoryEvent]]
 
 
 @dataclass(frozen=True)
-class LargestFit:
-    """The answer.
-
-    Attributes:
-        batch: samples; 0: not even one fits.
-        num_traces: how many steps were traced for it.
-        is_synthesised: the search ran on synthesised events; False: every size that was tried was traced.
-    """
-
-    batch: int
-    num_traces: int
-    is_synthesised: bool
-
-
-@dataclass(frozen=True)
 class LongestSequence:
     """A search for the longest sequence.
 
@@ -123,18 +108,18 @@ class BudgetSearch:
         self._degree = degree
         self._traced: dict[int, list[MemoryEvent]] = {}
 
-    def run(self) -> LargestFit:
-        """Search; the answer has been traced and fits, and one size more has been traced and does not."""
+    def run(self) -> int:
+        """The largest size, 0 where not even one fits; it has been traced and fits, and one more has been traced and does not."""
         begin, bound = PROBE, self._limit
         if begin + self._degree > bound or not self._is_regular(begin):
             return self._by_traces(bound)
         for _ in range(_ROUNDS):
             size = self._without_gaps(begin, self._bisect(partial(self._fits_synthetic, begin), bound))
             if size == 0:
-                return self._answer(0, True) if not self._fits(1) else self._by_traces(PROBE)
+                return 0 if not self._fits(1) else self._by_traces(PROBE)
             if self._fits(size):
                 if size == bound or not self._fits(size + 1):
-                    return self._answer(size, True)
+                    return size
                 return self._by_traces(bound, size + 1)
             bound = size - 1
             # The events here are others than those of small sizes: go on from here.
@@ -167,8 +152,8 @@ class BudgetSearch:
         sizes = range(size - stride, size // 2, -stride)
         return min((each - 1 for each in sizes if not self._fits_synthetic(begin, each)), default=size)
 
-    def _by_traces(self, limit: int, fitting: int = 0) -> LargestFit:
-        return self._answer(self._bisect(self._fits, limit, fitting), False)
+    def _by_traces(self, limit: int, fitting: int = 0) -> int:
+        return self._bisect(self._fits, limit, fitting)
 
     def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
         """The largest size from `fitting`, which fits, to `limit` that fits; a size fits if all smaller ones do."""
@@ -188,6 +173,3 @@ class BudgetSearch:
         if batch not in self._traced:
             self._traced[batch] = self._events(batch)
         return self._traced[batch]
-
-    def _answer(self, batch: int, is_synthesised: bool) -> LargestFit:
-        return LargestFit(batch, len(self._traced), is_synthesised)

@@ -8,19 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.units import format_bytes, parse_bytes
+from headway.common.columns import columns
+from headway.common.units import format_bytes
 from headway.config.strategies import EngineOptions
+from headway.config.values import check_count
 from headway.errors import ConfigError, UnsupportedError
-from headway.forecasting.answer import of_trace
-from headway.forecasting.device.devices import Device, find, room
-from headway.forecasting.sizes import TraceCache
+from headway.forecasting.device.devices import budget_of, find, room
+from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import PROBE
-from headway.forecasting.tracing.fake import Spread
-from headway.forecasting.tracing.step import STEPS, Loss, StepRecipe
+from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
-from headway.planning.dry_run.parked import offloaded
-from headway.planning.forecast import PRECISIONS, Recompute, made, preparation
+from headway.planning.forecast import Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker
 
@@ -106,7 +105,7 @@ def cheapest(
         UnsupportedError: no combination can be traced. If some can, the rows of the others say what stands in the way.
     """
     target = find(device)
-    limit = target.memory if budget is None else parse_bytes(budget)
+    limit = budget_of(target, budget)
     if limit is None:
         raise ConfigError(
             f"device={device!r} has no memory of its own in the table; give budget, such as budget='8GiB'"
@@ -116,17 +115,22 @@ def cheapest(
     rows: list[Configuration] = []
     refusals: list[UnsupportedError] = []
     for kernel, optimizer, precision, again in product(attention, optimizers, precisions, recompute):
-        makes = partial(made, partial(_with_attention, model_fn, kernel))
         options, prepare = preparation(again, EngineOptions())
-        place = placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu")
-        run = offloaded(place) if place.offloads else place
-        search = _Search(makes, batch_fn, target, limit, prepare, expandable_segments, run)
-        recipe = StepRecipe(maker(optimizer), loss, precision, 1, max_norm)
+        step = StepForecaster(
+            partial(made, partial(_with_attention, model_fn, kernel)),
+            batch_fn,
+            StepRecipe(maker(optimizer), loss, precision, 1, max_norm),
+            target,
+            prepare,
+            expandable_segments,
+            placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu"),
+            counts_work=True,
+        )
         blank = Configuration(
             allowed[-1], global_batch_size // allowed[-1], again is not False, precision, _name(optimizer), kernel
         )
         try:
-            rows.append(search.run(blank, recipe, allowed))
+            rows.append(_fill_row(blank, step, limit, allowed))
         except UnsupportedError as error:
             refusals.append(error)
             rows.append(replace(blank, problem=str(error)))
@@ -139,67 +143,47 @@ def cheapest(
     return _ranked(rows)
 
 
-class _Search:
-    """The largest micro-batch of one combination, and what it takes there."""
+def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: list[int]) -> Configuration:
+    """The row of the largest allowed micro-batch that fits; where none does, of the smallest."""
+    whole = blank.micro_batch * blank.accumulation
+    capacity = room(step.device, limit)
+    # Gradients are held while the next micro-batch runs; after the second, nothing more is.
+    window = replace(step, recipe=replace(step.recipe, accumulation=2))
+    sketched = dict(window.curve(allowed))
+    if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _weights(window) <= capacity):
+        row = _row(blank, step, whole, limit)
+        if row.fits or len(allowed) == 1:
+            return row
+    smaller = [size for size in allowed if size < whole]
+    bound = smaller[0] if sketched else window.largest(capacity, smaller[0])[0]
+    fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
+    for size in [*fitting, smaller[-1]]:
+        row = _row(blank, window, size, limit)
+        if row.fits:
+            break
+    return row
 
-    def __init__(
-        self,
-        model_fn: Callable[[], nn.Module],
-        batch_fn: Callable[[int], Any],
-        device: Device,
-        limit: int,
-        prepare: Callable[[nn.Module], object] | None,
-        is_expandable: bool,
-        spread: Spread,
-    ) -> None:
-        self._model_fn, self._batch_fn, self._prepare, self._spread = model_fn, batch_fn, prepare, spread
-        self._device, self._limit, self._is_expandable = device, limit, is_expandable
 
-    def run(self, blank: Configuration, recipe: StepRecipe, allowed: list[int]) -> Configuration:
-        """The row of the largest allowed micro-batch that fits; where none does, of the smallest."""
-        whole = blank.micro_batch * blank.accumulation
-        capacity = room(self._device, self._limit)
-        # Gradients are held while the next micro-batch runs; after the second, nothing more is.
-        sizes = self._sizes(replace(recipe, accumulation=2))
-        sketched = dict(sizes.curve(allowed))
-        if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - self._weights(sizes) <= capacity):
-            row = self._row(blank, whole, whole, self._sizes(recipe).trace(whole), 1)
-            if row.fits or len(allowed) == 1:
-                return row
-        smaller = [size for size in allowed if size < whole]
-        bound = smaller[0] if sketched else sizes.largest(capacity, smaller[0])[0].batch
-        fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
-        for size in [*fitting, smaller[-1]]:
-            row = self._row(blank, size, whole, sizes.trace(size), 2)
-            if row.fits:
-                break
-        return row
+def _weights(step: StepForecaster) -> int:
+    """Bytes of the model's weights, which are as many as its gradients take."""
+    return sum(event.num_bytes for event in step.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0)
 
-    @staticmethod
-    def _weights(sizes: TraceCache) -> int:
-        """Bytes of the model's weights, which are as many as its gradients take."""
-        return sum(
-            event.num_bytes for event in sizes.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0
-        )
 
-    def _sizes(self, recipe: StepRecipe) -> TraceCache:
-        parts = self._model_fn, self._batch_fn, recipe, self._device, self._prepare, self._is_expandable, self._spread
-        return TraceCache(*parts, counts_work=True)
-
-    def _row(self, blank: Configuration, size: int, whole: int, traced: Trace, accumulated: int) -> Configuration:
-        answer = of_trace(traced, self._device, size, self._limit, self._is_expandable)
-        work = _update(traced, accumulated, whole // size)
-        return replace(
-            blank,
-            micro_batch=size,
-            accumulation=whole // size,
-            least=answer.least,
-            total=answer.total,
-            most=answer.most,
-            fits=answer.fits,
-            cost=work.seconds,
-            work=work,
-        )
+def _row(blank: Configuration, step: StepForecaster, size: int, limit: int) -> Configuration:
+    answer = step.forecast(size, limit)
+    accumulation = blank.micro_batch * blank.accumulation // size
+    work = _update(step.trace(size), step.recipe.accumulation, accumulation)
+    return replace(
+        blank,
+        micro_batch=size,
+        accumulation=accumulation,
+        least=answer.least,
+        total=answer.total,
+        most=answer.most,
+        fits=answer.fits,
+        cost=work.seconds,
+        work=work,
+    )
 
 
 def _update(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
@@ -231,8 +215,7 @@ def _with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn
 
 def _divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
     """The micro-batches that divide the global batch, the largest first."""
-    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
-        raise ConfigError(f"global_batch_size={whole!r}; give a number of 1 or more")
+    check_count(global_batch_size=whole)
     among = range(1, whole + 1) if micro_batches is None else micro_batches
     wrong = [size for size in among if isinstance(size, bool) or not isinstance(size, int) or size < 1]
     if wrong:
@@ -277,5 +260,4 @@ def table(rows: Sequence[Configuration]) -> str:
         )  # fmt: skip
     if not any(row.attention for row in rows):
         lines = [[*line[:7], *line[8:]] for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(columns(lines))

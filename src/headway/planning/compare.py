@@ -10,16 +10,16 @@ from torch import nn
 from headway.common.units import format_bytes
 from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import collect_options
+from headway.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
+from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
 from headway.planning.dry_run.stages import rehearse_stages
 from headway.planning.dry_run.trial import rehearse
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, outcome, outcome_of_stages
+from headway.planning.outcome import Plan, outcome
 from headway.planning.table import tabulate
-
-PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,8 @@ def plan(
         StateError: this process has joined a process group.
         UnsupportedError: the layout or the model is one that cannot be sharded.
     """
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigError(f"num_ranks={num_ranks!r}; give the number of ranks of the run, 1 or more")
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
+    check_count(num_ranks=num_ranks)
+    check_precision(precision)
     layout = _resolved(strategy, num_ranks, machine_ranks) if isinstance(strategy, str) else strategy
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
@@ -112,45 +110,30 @@ def plan(
         machine_ranks=machine_ranks,
     )
     if layout.pp > 1:
-        return outcome_of_stages(
-            name, layout, rehearse_stages(layout, lambda rank, told: trial(rank, told=told)), tokens
-        )
-    return outcome(name, layout, trial(0), tokens)
+        trials = rehearse_stages(layout, lambda rank, told: trial(rank, told=told))
+    else:
+        trials = (trial(0),)
+    return outcome(name, layout, trials, tokens)
 
 
 def compare(
-    make: Callable[[], nn.Module],
-    strategies: Iterable[str],
-    num_ranks: int,
-    cluster: ClusterRates | None = None,
-    *,
-    step: Step | None = None,
-    optimizer: Optimizer = "adamw",
-    precision: str = "no",
-    tokens: int = 0,
-    kwargs_handlers: list[Any] | None = None,
+    plan_layout: Callable[[str], Plan], strategies: Iterable[str], cluster: ClusterRates | None = None
 ) -> PlanComparison:
     """Plan several layouts; one that cannot be is a row with its reason.
 
-    Args and errors are those of `plan`, and:
+    Args:
+        plan_layout: plans one, as `partial(plan, make, num_ranks=8)` does.
+        strategies: the layouts.
         cluster: rates and memory to judge by.
+
+    Raises:
+        StateError: this process has joined a process group.
     """
     cluster = cluster or ClusterRates()
-    maker(optimizer)  # what is wrong for every layout is an error, no row
     rows = []
     for strategy in strategies:
         try:
-            found = plan(
-                make,
-                strategy,
-                num_ranks,
-                step=step,
-                optimizer=optimizer,
-                precision=precision,
-                tokens=tokens,
-                kwargs_handlers=kwargs_handlers,
-                machine_ranks=cluster.machine_ranks,
-            )
+            found = plan_layout(strategy)
         except StateError:
             raise
         except HeadwayError as error:

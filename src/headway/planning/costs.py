@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headway.config.layout.mesh import Layout
 from headway.errors import ConfigError
 from headway.planning.bubble import StageTimeline, simulate
-from headway.planning.dry_run.meter import SHARED, MeteredCollective, PlanEvent
+from headway.planning.dry_run.meter import SHARED, PlanEvent
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
@@ -49,6 +49,10 @@ class ClusterRates:
                 block = max(block, size * stride)
         return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
 
+    def rate(self, axis: str, layout: Layout) -> float:
+        """Bytes a second that a rank sends along this axis."""
+        return self.intra if self.is_within_machine(axis, layout) else self.inter
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -82,12 +86,12 @@ def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     links = {True: 0.0, False: 0.0}
     waiting = compute
     for exchange, volume in plan.exchanges.items():
-        seconds, is_within = _seconds(exchange, volume.num_bytes, plan.layout, cluster)
+        seconds = exchange.sent(volume.num_bytes) / cluster.rate(exchange.axis, plan.layout)
         by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
         if _IN_THE_WAY & set(exchange.axis.split("x")):
             waiting += seconds
         else:
-            links[is_within] += seconds
+            links[cluster.is_within_machine(exchange.axis, plan.layout)] += seconds
     seconds = max(waiting, *links.values())
     bubble = 0.0
     candidates = {"compute": compute, **by_axis}
@@ -105,18 +109,10 @@ def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
 
 def _in_stages(plan: Plan, cluster: ClusterRates) -> float:
     """Seconds of an update of a pipeline, whose exchanges nothing overlaps but the sending of what others wait for."""
-    rates = {
-        axis: cluster.intra if cluster.is_within_machine(axis, plan.layout) else cluster.inter
-        for axis in plan.layout.sizes
-    }
+    rates = {axis: cluster.rate(axis, plan.layout) for axis in plan.layout.sizes}
 
     def seconds(event: PlanEvent) -> float:
         rate = cluster.flops if event.kind == "compute" else rates.get(event.axis, cluster.inter)
         return event.amount / rate
 
     return simulate([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)
-
-
-def _seconds(exchange: MeteredCollective, num_bytes: int, layout: Layout, cluster: ClusterRates) -> tuple[float, bool]:
-    is_within = cluster.is_within_machine(exchange.axis, layout)
-    return exchange.sent(num_bytes) / (cluster.intra if is_within else cluster.inter), is_within

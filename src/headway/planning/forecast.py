@@ -9,22 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.units import parse_bytes
 from headway.config.strategies import ActivationCheckpointing, EngineOptions, collect_options
+from headway.config.values import check_count
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace
-from headway.forecasting.device.devices import Device, find, room, spread
-from headway.forecasting.sizes import TraceCache
+from headway.forecasting.device.devices import Device, budget_of, find
+from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.step import Loss, StepRecipe
-from headway.planning.dry_run.parked import offloaded
 from headway.planning.dry_run.script import rehearse
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.sources import unmasked
 
-PRECISIONS = ("no", "bf16", "fp16")
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
 
@@ -85,30 +83,15 @@ def forecast(
         StateError: with a strategy, in a process that has joined a process group.
         UnsupportedError: the step cannot be traced (the operation and the line are named), or the layout cannot be forecast.
     """
-    began = time.perf_counter()
-    _check(batch_size, precision, accumulation)
+    check_count(batch_size=batch_size)
     target = find(device)
-    limit = target.memory if budget is None else parse_bytes(budget)
     recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm)
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
-    run = offloaded(place) if place.offloads else place
-    tracer = TraceCache(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, run)
-    traced = tracer.trace(batch_size)
-    capacity = None if limit is None else room(target, limit)
-    found, by_batch = tracer.largest(capacity) if largest and capacity is not None else (None, ())
-    length = tracer.longest(longest, batch_size, capacity) if longest is not None and capacity is not None else None
-    return replace(
-        of_trace(traced, target, batch_size, limit, expandable_segments),
-        largest_batch=None if found is None else found.batch,
-        longest_sequence=length,
-        by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
-        num_traces=tracer.num_traces,
-        seconds=time.perf_counter() - began,
-        caveats=(*place.caveats(), *traced.caveats, *of_optimizer(optimizer), *_caveats(batch_fn, target)),
-        strategy=strategy or "",
-        num_ranks=place.layout.num_ranks,
-    )
+    step = StepForecaster(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, place)
+    found = step.forecast(batch_size, budget_of(target, budget), largest, longest)
+    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(batch_fn(1)))
+    return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
 
 
 def forecast_script(
@@ -134,13 +117,9 @@ def forecast_script(
     """
     began = time.perf_counter()
     target = find(device)
-    limit = target.memory if budget is None else parse_bytes(budget)
-    found = rehearse(script, arguments, target)
-    caveats = [*found.trace.caveats, *_of_device(target)]
-    if found.is_partial:
-        caveats.append("the script ended after its first update; what later updates add is not in the numbers")
-    made = of_trace(found.trace, target, found.batch_size or 0, limit, expandable_segments)
-    return replace(made, seconds=time.perf_counter() - began, caveats=tuple(caveats))
+    traced, batch_size = rehearse(script, arguments, target)
+    found = of_trace(traced, target, batch_size, budget_of(target, budget), expandable_segments)
+    return replace(found, seconds=time.perf_counter() - began)
 
 
 def made(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -180,24 +159,10 @@ def _place(
     return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
 
 
-def _check(batch_size: int, precision: str, accumulation: int) -> None:
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
-    for name, value in (("batch_size", batch_size), ("accumulation", accumulation)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
-
-
-def _of_device(device: Device) -> list[str]:
-    return [f"overhead of {device.name}: {device.source}"] if device.is_cuda else []
-
-
-def _caveats(batch_fn: Callable[[int], Any], device: Device) -> tuple[str, ...]:
-    found = _of_device(device)
-    batch = batch_fn(1)
-    if isinstance(batch, dict) and "attention_mask" in batch:
-        found.append(
-            "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
-            "which a run leaves out if no token is padding"
-        )
-    return tuple(found)
+def _of_batch(batch: Any) -> tuple[str, ...]:
+    if not isinstance(batch, dict) or "attention_mask" not in batch:
+        return ()
+    return (
+        "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
+        "which a run leaves out if no token is padding",
+    )

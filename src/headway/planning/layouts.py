@@ -1,8 +1,7 @@
 """A step on one rank of a layout, for a forecast: the real preparation on a process group in which nothing is sent."""
 
-import gc
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,13 @@ from torch import nn
 
 from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import DDPCommunicationHookType, EngineOptions
-from headway.errors import ConfigError, UnsupportedError
+from headway.config.values import check_count
+from headway.errors import UnsupportedError
 from headway.forecasting.tracing.buckets import replica
-from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
-from headway.planning.dry_run.fake_group import RealStaysReal, pretend
-from headway.planning.dry_run.preparation import chosen, spread
+from headway.forecasting.tracing.step import StepEngine
+from headway.planning.dry_run.fake_group import RealStaysReal
+from headway.planning.dry_run.parked import moved_to_host
+from headway.planning.dry_run.preparation import as_rank, spread
 from headway.strategies.base import Strategy
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded.gradients import local
@@ -26,7 +27,7 @@ _OFFLOADED = (
 )
 
 
-class ShardedEngine:
+class ShardedEngine(StepEngine):
     """A model whose parameters are cut among ranks.
 
     Args:
@@ -35,25 +36,22 @@ class ShardedEngine:
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
-        self._model, self._strategy = model, strategy
+        super().__init__(model)
+        self._strategy = strategy
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def modes(self) -> Iterable[AbstractContextManager[Any]]:
         """The numbers of a mesh keep their values."""
         return [RealStaysReal()]  # type: ignore[no-untyped-call]
 
-    def own(self) -> list[torch.Tensor]:
-        """Nothing: what is gathered comes and goes."""
-        return []
-
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         """Where gradients stay local, each rank keeps all of them, whole."""
-        return self._strategy.accumulate(self._model, is_last)
+        return self._strategy.accumulate(self.model, is_last)
 
     def gradients(self) -> list[torch.Tensor]:
         """Parts, and what waits whole for the window's end."""
         found = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        for record in gathered.records(self._model):
+        for record in gathered.records(self.model):
             whole = gathered.whole_parameter(record)
             for grad in (record.unsharded_accumulated_grad, None if whole is None else whole.grad):
                 if grad is not None:
@@ -88,31 +86,28 @@ class FakeRank:
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
         """A block in which the model is spread."""
+        with moved_to_host() if self._offloads else nullcontext(), self._spread(model) as engine:
+            yield engine
+
+    @contextmanager
+    def _spread(self, model: nn.Module) -> Iterator[StepEngine]:
         if self.layout.is_replicas_only:
             spread(model, None, self.options, self.computes_on)
-            yield SingleProcessEngine(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
+            yield StepEngine(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
             return
-        with pretend(self.layout.num_ranks, 0):
-            strategy = chosen(
-                self.layout, self.machine_ranks, self.precision, self.options, computes_on=self.computes_on
-            )
+        parts = self.layout, 0, self.machine_ranks, self.precision, self.options
+        with as_rank(model, *parts, computes_on=self.computes_on) as strategy:
             assert strategy is not None
-            spread(model, strategy, self.options, self.computes_on)
-            try:
-                yield ShardedEngine(model, strategy)
-            finally:
-                strategy.release()
-                del strategy
-                gc.collect()  # engines hold their models in circles, and the next trace would come on top
+            yield ShardedEngine(model, strategy)
 
     @property
-    def offloads(self) -> bool:
+    def _offloads(self) -> bool:
         """Do activations go to host memory?"""
         return self.options.checkpointing is not None and self.options.checkpointing.offload
 
     def caveats(self) -> list[str]:
         """What a forecast of this layout cannot vouch for."""
-        found = [_OFFLOADED] if self.offloads else []
+        found = [_OFFLOADED] if self._offloads else []
         if self.layout.num_ranks == 1:
             return found
         found += [f"for rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
@@ -133,9 +128,7 @@ def placed(
         ConfigError: the layout does not divide the ranks, or a number is wrong.
         UnsupportedError: a layout that cannot be forecast.
     """
-    for name, value in (("ranks", num_ranks), ("machine_ranks", machine_ranks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
+    check_count(ranks=num_ranks, machine_ranks=machine_ranks)
     asked = parse(strategy)
     if asked.is_deepspeed:
         raise UnsupportedError(

@@ -1,12 +1,10 @@
 """The optimizers that a plan knows by name."""
 
-from collections.abc import Callable, Iterable
-
-from torch import nn, optim
+from torch import optim
 
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
-from headway.planning.dry_run.trial import MakeOptimizer
+from headway.forecasting.tracing.step import MakeOptimizer
 from headway.planning.dry_run.untraceable import (
     MuonAndAdamW,
     adafactor_of_transformers,
@@ -18,7 +16,7 @@ from headway.planning.dry_run.untraceable import (
 Optimizer = str | MakeOptimizer
 
 # What they keep does not depend on rates.
-_MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
+_MAKERS: dict[str, MakeOptimizer] = {
     "adamw": lambda parameters: optim.AdamW(parameters),
     "adam": lambda parameters: optim.Adam(parameters),
     "sgd": lambda parameters: optim.SGD(parameters),

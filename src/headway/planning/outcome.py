@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -37,67 +38,8 @@ class RankShare:
         return self.weights + self.gradients + self.optimizer_state
 
 
-class RankShares:
-    """What every rank holds.
-
-    Args:
-        layout: of the run.
-        cut: the model's parameters.
-        states: what the optimizer keeps, for each of them; none: nothing.
-        buffers: bytes: alike on all ranks, or of each place along "pp".
-        beside: bytes that each place along "pp" holds at its peak on top of that, which decides about the fullest rank.
-
-    Attributes:
-        num_empty: ranks that hold no element of any parameter that is cut.
-        num_with_gaps: parameters of which some rank holds no element.
-        thinnest: the parameter that the fewest ranks hold a part of, and how many do; None: all ranks hold a part of all.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        cut: Iterable[TensorShare],
-        states: Iterable[StateOf],
-        buffers: int | Sequence[int],
-        beside: Sequence[int] = (),
-    ) -> None:
-        self._ranks = RankGroups(layout)
-        zero = torch.zeros(layout.num_ranks, dtype=torch.long)
-        own = buffers if isinstance(buffers, int) else self._ranks.by_stage(buffers)
-        self._beside = self._ranks.by_stage(beside) if beside else zero
-        self._weights, self._gradients, self._state, self._padding = zero + own, zero + 0, zero + 0, zero + 0
-        held_any = zero.bool()
-        gaps: list[tuple[int, str]] = []
-        cut = list(cut)
-        states = list(states) or [StateOf(0, 0)] * len(cut)
-        for piece, state in zip(cut, states):
-            held, stored = self._ranks.elements(piece)
-            self._weights += stored * piece.itemsize
-            self._padding += (stored - held) * piece.itemsize
-            if piece.learns:
-                self._gradients += stored * piece.itemsize
-            is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
-            self._state += held * state.per_element + state.fixed * is_there
-            num_holders = int((held > 0).sum())
-            held_any |= held > 0
-            if num_holders < layout.num_ranks and piece.stages is None:
-                gaps.append((num_holders, piece.name))
-        self.num_empty = int((~held_any).sum())
-        self.num_with_gaps = len(gaps)
-        self.thinnest = min(gaps) if gaps else None
-
-    def of(self, rank: int) -> RankShare:
-        """What that rank holds."""
-        columns = self._weights, self._gradients, self._state, self._padding
-        return RankShare(rank, *(int(column[rank]) for column in columns))
-
-    def fullest(self) -> RankShare:
-        """Of the rank that holds most; the first of them."""
-        return self.of(int((self._weights + self._gradients + self._state + self._beside).argmax()))
-
-
 @dataclass(frozen=True)
-class SavedActivations:
+class CheckpointSize:
     """A checkpoint of model and optimizer.
 
     Attributes:
@@ -111,23 +53,74 @@ class SavedActivations:
     per_rank: int
 
 
-def saved(layout: Layout, cut: Iterable[TensorShare], states: Iterable[StateOf]) -> SavedActivations:
-    """What a checkpoint takes: each element once, whoever holds copies."""
-    ranks = RankGroups(layout)
-    written = torch.zeros(layout.num_ranks, dtype=torch.float64)
-    cut = list(cut)
-    for piece, state in zip(cut, list(states) or [StateOf(0, 0)] * len(cut)):
-        held, _ = ranks.elements(piece)
+class RankShares:
+    """What every rank holds.
+
+    Args:
+        layout: of the run.
+        cut: the model's parameters.
+        states: what the optimizer keeps, for each of them; none: nothing.
+        buffers: bytes on each place along "pp".
+        beside: bytes that each place along "pp" holds at its peak on top of that, which decides about the fullest rank.
+
+    Attributes:
+        num_empty: ranks that hold no element of any parameter that is cut.
+        num_with_gaps: parameters of which some rank holds no element.
+        thinnest: the parameter that the fewest ranks hold a part of, and how many do; None: all ranks hold a part of all.
+        saved: a checkpoint, in which each element is once, whoever holds copies.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        cut: Iterable[TensorShare],
+        states: Iterable[StateOf],
+        buffers: Sequence[int],
+        beside: Sequence[int] = (),
+    ) -> None:
+        self._layout, self._ranks = layout, RankGroups(layout)
+        zero = torch.zeros(layout.num_ranks, dtype=torch.long)
+        self._beside = self._ranks.by_stage(beside) if beside else zero
+        self._weights = self._ranks.by_stage(buffers)
+        self._gradients, self._state, self._padding = zero + 0, zero + 0, zero + 0
+        held_any, written = zero.bool(), zero.double()
+        gaps: list[tuple[int, str]] = []
+        cut = list(cut)
+        states = list(states) or [StateOf(0, 0)] * len(cut)
+        for piece, state in zip(cut, states):
+            held, stored = self._ranks.elements(piece)
+            self._weights += stored * piece.itemsize
+            self._padding += (stored - held) * piece.itemsize
+            if piece.learns:
+                self._gradients += stored * piece.itemsize
+            is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
+            self._state += held * state.per_element + state.fixed * is_there
+            written += self._written(piece, held * (piece.itemsize + state.per_element))
+            num_holders = int((held > 0).sum())
+            held_any |= held > 0
+            if num_holders < layout.num_ranks and piece.stages is None:
+                gaps.append((num_holders, piece.name))
+        self.num_empty = int((~held_any).sum())
+        self.num_with_gaps = len(gaps)
+        self.thinnest = min(gaps) if gaps else None
+        self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
+
+    def _written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
+        """What each rank writes of the bytes that it has of a parameter: (num_ranks,)."""
+        layout = self._layout
         if piece.stages is not None and len(piece.stages) < layout.pp:  # the first rank that holds it writes it
             first = layout.groups("pp")[0][min(piece.stages)]
-            written[first] += int(held[first]) * (piece.itemsize + state.per_element)
-            continue
-        copies = 1
-        for axis, size in layout.sizes.items():
-            copies *= 1 if axis in piece.axes else size
-        written += held * (piece.itemsize + state.per_element) / copies
-    num_files = int((written > 0).sum())
-    return SavedActivations(num_files, round(float(written.sum())), round(float(written.max())))
+            return num_bytes * (torch.arange(layout.num_ranks) == first)
+        return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in piece.axes)
+
+    def of(self, rank: int) -> RankShare:
+        """What that rank holds."""
+        columns = self._weights, self._gradients, self._state, self._padding
+        return RankShare(rank, *(int(column[rank]) for column in columns))
+
+    def fullest(self) -> RankShare:
+        """Of the rank that holds most; the first of them."""
+        return self.of(int((self._weights + self._gradients + self._state + self._beside).argmax()))
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,6 @@ class Plan:
         layout: on so many ranks.
         num_parameters: of the whole model.
         shares: what every rank holds.
-        saved: what a checkpoint takes.
         exchanges: what a rank sends in one update; None: no step was given.
         flops: of one rank in one update; None: no step was given.
         activations: bytes that autograd keeps from forward to backward, without temporaries; None: no step was given.
@@ -179,7 +171,6 @@ class Plan:
     layout: Layout
     num_parameters: int
     shares: RankShares
-    saved: SavedActivations
     exchanges: dict[MeteredCollective, Volume] | None
     flops: int | None
     activations: int | None
@@ -204,6 +195,11 @@ class Plan:
         return self.shares.of(self.num_ranks - 1)
 
     @property
+    def saved(self) -> CheckpointSize:
+        """What a checkpoint takes."""
+        return self.shares.saved
+
+    @property
     def peak(self) -> int:
         """Bytes that tensors take at most on a rank, as they were traced; without a step what is counted."""
         return self.total if self.traced is None else self.traced
@@ -224,36 +220,19 @@ class Plan:
         return "\n".join(describe(self))
 
 
-def outcome(strategy: str, layout: Layout, trial: StepDryRun, tokens: int) -> Plan:
-    """What follows for all ranks from what one of them did."""
-    return Plan(
-        strategy,
-        layout,
-        sum(_numel(piece) for piece in trial.pieces),
-        RankShares(layout, trial.pieces, trial.states, trial.buffers),
-        saved(layout, trial.pieces, trial.states),
-        trial.volumes,
-        None if trial.flops is None else sum(trial.flops.values()),
-        trial.activations,
-        _gathered(trial.volumes or {}),
-        tokens,
-        traced=trial.peak,
-    )
-
-
-def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
-    """What follows for all ranks from what the first replica's stages did.
+def outcome(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
+    """What follows for all ranks from what some of them did.
 
     Args:
         strategy: as it was asked for.
         layout: of the run.
-        trials: by place along "pp".
+        trials: by place along "pp", those of the first replica; without a pipeline that of rank 0.
         tokens: of one data shard in one update; 0: not known.
     """
-    cut, states = joined(trials)
+    cut, states = _joined(layout, trials)
     beside = [trial.activations or 0 for trial in trials]
     shares = RankShares(layout, cut, states, [trial.buffers for trial in trials], beside)
-    has_step = trials[0].volumes is not None
+    is_pipeline, has_step = layout.pp > 1, trials[0].volumes is not None
     stages = tuple(
         Stage(shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events)
         for rank, trial in zip(layout.groups("pp")[0], trials)
@@ -264,26 +243,27 @@ def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[StepDryRun
         layout,
         sum(map(_numel, cut)),
         shares,
-        saved(layout, cut, states),
         max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
         max(stage.flops for stage in stages) if has_step else None,
         fullest.activations,
-        0,
+        0 if is_pipeline else _gathered(stages[0].exchanges),
         tokens,
-        stages,
+        stages if is_pipeline else (),
         max(trial.peak or 0 for trial in trials) if has_step else None,
     )
 
 
-def joined(trials: Sequence[StepDryRun]) -> tuple[tuple[TensorShare, ...], tuple[StateOf, ...]]:
-    """The parameters of all stages, with the places that hold them, and what the optimizer keeps for each."""
+def _joined(layout: Layout, trials: Sequence[StepDryRun]) -> tuple[tuple[TensorShare, ...], tuple[StateOf, ...]]:
+    """The parameters of all places, with those that hold them, and what the optimizer keeps for each."""
     on: dict[str, set[int]] = {}
     found: dict[str, tuple[TensorShare, StateOf | None]] = {}
     for place, trial in enumerate(trials):
         for index, piece in enumerate(trial.pieces):
             on.setdefault(piece.name, set()).add(place)
             found.setdefault(piece.name, (piece, trial.states[index] if trial.states else None))
-    pieces = tuple(replace(piece, stages=frozenset(on[name])) for name, (piece, _) in found.items())
+    pieces = tuple(
+        replace(piece, stages=None if layout.pp == 1 else frozenset(on[name])) for name, (piece, _) in found.items()
+    )
     return pieces, tuple(state for _, state in found.values() if state is not None)
 
 

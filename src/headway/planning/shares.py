@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from headway.config.layout.mesh import Layout
-from headway.planning.dry_run.meter import local
+from headway.strategies.fully_sharded.gradients import local
 
 _BOTH = "shard_cp"
 """The mesh's name for shards and the parts of a sequence together: ranks along cp share parameters, too."""
@@ -73,8 +73,8 @@ class RankGroups:
     def __init__(self, layout: Layout) -> None:
         self.num_ranks = layout.num_ranks
         self.sizes = layout.sizes
-        self.coordinates: dict[str, torch.Tensor] = {}
         stride, ranks = self.num_ranks, torch.arange(self.num_ranks)
+        self.coordinates = {"pp": torch.zeros_like(ranks)}
         for axis, size in self.sizes.items():
             stride //= size
             self.coordinates[axis] = ranks // stride % size

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.masks import unmasked as unmasked
-from headway.offload.placement.estimate import config_of, skeleton_of
 from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import Step
 
@@ -79,6 +78,62 @@ def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
     return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence)
 
 
+def skeleton_from(folder: str | Path) -> nn.Module:
+    """The model that a local folder's `config.json` describes, without memory; code in the folder is not run.
+
+    Raises:
+        ConfigError: no folder, no config, or one that transformers builds no model of.
+        OptionalDependencyMissing: transformers is not installed.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
+    return skeleton_of(config_of(folder), str(folder))
+
+
+def config_of(folder: str | Path) -> Any:
+    """The transformers config of a local folder, or of a file like its config.json.
+
+    Raises:
+        ConfigError: transformers cannot read it.
+        OptionalDependencyMissing: transformers is not installed.
+    """
+    transformers = require("transformers", "building a model from its config.json needs", "transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
+
+
+def skeleton_of(
+    config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
+) -> nn.Module:
+    """The model of a transformers config, without memory.
+
+    Args:
+        where: the config comes from, for messages.
+        kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
+        include_buffers: as for `init_empty_weights`.
+
+    Raises:
+        ConfigError: transformers builds none.
+    """
+    transformers = require("transformers", "building a model from its config.json needs", "transformers")
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    try:
+        with init_empty_weights(include_buffers=include_buffers):
+            if named and named[0] is not None:
+                model = named[0](config)
+            else:
+                autos = [getattr(transformers, kind) for kind in kinds]
+                auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
+                model = auto.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{where}: transformers cannot build a model from its config.json: {error}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
 def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = None) -> Source:
     """A transformers model by its config.
 
@@ -106,7 +161,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if not isinstance(size, int):
             return None, 0, "no batch: the config does not give the image size"
-        return Images(batch, (channels, size, size)), 0, f"{batch} image(s) of {size} x {size}"
+        return BatchOfModel(batch, (channels, size, size), (kind,)), 0, f"{batch} image(s) of {size} x {size}"
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
     limit = getattr(config, "max_position_embeddings", None)
@@ -117,50 +172,38 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    return Tokens(batch, length, _second(model), limit or _ENDLESS), batch * length, f"{batch} x {length:,} tokens"
+    step = BatchOfModel(batch, (length,), (kind, *_beside(model)), limit or _ENDLESS)
+    return step, batch * length, f"{batch} x {length:,} tokens"
 
 
-def _second(model: nn.Module) -> str | None:
+def _beside(model: nn.Module) -> tuple[str, ...]:
+    """A second name under which the tokens go in."""
     is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
     if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
-        return "labels"
-    return "decoder_input_ids" if getattr(model.config, "is_encoder_decoder", False) else None
+        return ("labels",)
+    return ("decoder_input_ids",) if getattr(model.config, "is_encoder_decoder", False) else ()
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A step of so many samples of so many tokens; the second name under which they go in, if there is one; the most tokens that the
-    model allows."""
+class BatchOfModel:
+    """A step of a transformers model.
 
-    batch: int
-    length: int
-    second: str | None
-    most: int = _ENDLESS
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """What the model is called with."""
-        tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
-        return {"input_ids": tokens, **({self.second: tokens} if self.second else {})}
-
-    def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Of these inputs."""
-        return loss_of(model(**inputs))
-
-    def __call__(self, model: nn.Module) -> torch.Tensor:
-        """The loss."""
-        return self.loss(model, self.inputs())
-
-
-@dataclass(frozen=True)
-class Images:
-    """A step of images: samples, channels, height, width."""
+    Attributes:
+        batch: samples.
+        shape: of each: tokens, or channels, height and width.
+        names: under which they go into the model.
+        longest: the most tokens that the model allows; 0: it takes none.
+    """
 
     batch: int
     shape: tuple[int, ...]
+    names: tuple[str, ...]
+    longest: int = 0
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the model is called with."""
-        return {"pixel_values": torch.zeros(self.batch, *self.shape)}
+        dtype = torch.long if self.longest else torch.float32
+        return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype))
 
     def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Of these inputs."""
@@ -191,7 +234,7 @@ def trainable(
         ConfigError: it is not known how to call the model.
     """
     step = source.step
-    if not isinstance(step, Tokens | Images):
+    if not isinstance(step, BatchOfModel):
         raise ConfigError(
             f"{source.title}: {source.batch}; a forecast on the command line needs a transformers model of tokens or images. "
             "From Python, headway.forecast(model_fn, batch_fn) takes any"
@@ -213,9 +256,9 @@ def lengths(source: Source) -> LongestSequence:
         ConfigError: it does not take tokens.
     """
     step = source.step
-    if not isinstance(step, Tokens):
+    if not isinstance(step, BatchOfModel) or not step.longest:
         raise ConfigError(f"{source.title}: {source.batch}; only a model of tokens has a longest sequence")
-    return LongestSequence(lambda size, length: replace(step, batch=size, length=length).inputs(), step.most)
+    return LongestSequence(lambda size, length: replace(step, batch=size, shape=(length,)).inputs(), step.longest)
 
 
 def _of_function(module: str, name: str, text: str) -> Source:

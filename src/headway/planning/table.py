@@ -1,8 +1,9 @@
 """Plans as text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from headway.common.columns import columns
 from headway.common.units import format_bytes, format_number
 
 # Each of these prints itself by this file, which therefore imports none of them.
@@ -33,7 +34,7 @@ def tabulate(comparison: Comparison) -> list[str]:
     has_tokens = any(row.cost is not None and row.cost.tokens_per_second for row in comparison.rows)
     head += ["tokens/s"] if has_tokens else []
     head.append("")
-    lines = _columns([head, *(_cells(row, has_tokens) for row in comparison.rows if row.plan is not None)])
+    lines = columns([head, *(_cells(row, has_tokens) for row in comparison.rows if row.plan is not None)])
     reasons = [f"{row.strategy}: {row.reason}" for row in comparison.rows if row.reason]
     return [*lines, *([""] if reasons else []), *reasons]
 
@@ -78,7 +79,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
     sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
     lines = [
         f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
-        *_columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
+        *columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
         *_gaps(plan),
         *_stages(plan),
         f"activations kept for backward, without temporaries: {_counted(plan.activations)}",
@@ -91,7 +92,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
         return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
     if plan.exchanges:
         head = ["phase", "collective", "axis", "ranks", "calls", "bytes", "sent per rank"]
-        lines += ["one update sends:", *_columns([head, *_exchanges(plan)])]
+        lines += ["one update sends:", *columns([head, *_exchanges(plan)])]
     else:
         lines.append("one update sends nothing")
     lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP per rank")
@@ -137,7 +138,7 @@ def _stages(plan: Plan) -> list[str]:
     ]
     return [
         "by place along the pipeline, where the last lines show the rank that has most of each:",
-        *_columns([head, *rows]),
+        *columns([head, *rows]),
     ]
 
 
@@ -172,8 +173,3 @@ def _counted(size: int | None) -> str:
 
 def _seconds(value: float) -> str:
     return f"{format_number(value)} s" if value >= 1 else f"{format_number(value * 1000)} ms"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]

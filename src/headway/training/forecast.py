@@ -4,7 +4,6 @@ A copy of the model without values is traced, with the Accelerator's precision, 
 its optimizer and every random stream stay as they are.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,19 +15,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headway.common import env
-from headway.common.units import parse_bytes
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
-from headway.forecasting.answer import Forecast, of_trace
-from headway.forecasting.device.devices import Device, find, room, spread
+from headway.forecasting.answer import Forecast
+from headway.forecasting.device.devices import Device, budget_of, find
 from headway.forecasting.device.present import memory_left, present_device
-from headway.forecasting.sizes import TraceCache
+from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.tracing.batch_rows import BatchResizer
 from headway.forecasting.tracing.buckets import replica
 from headway.forecasting.tracing.fake import refuse_compiled
 from headway.forecasting.tracing.masks import drop_masks, unmasked
 from headway.forecasting.tracing.model_copy import twin_of, twin_of_optimizer, untouched
-from headway.forecasting.tracing.step import Loss, MakeOptimizer, StepEngine, StepRecipe
+from headway.forecasting.tracing.step import PRECISIONS, Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.offload.spread import spread_over
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime
@@ -37,7 +35,6 @@ from headway.training.prepared.optimizer import PreparedOptimizer
 
 Forward = Callable[[Any, Any], torch.Tensor]
 _REPLICATED = ("single", "ddp")
-_PRECISIONS = ("no", "bf16", "fp16")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:true"
 _PADDED = "the batch's attention_mask masks something; if nothing is masked, transformers' models drop it and take less memory"
@@ -96,39 +93,26 @@ class _Called(nn.Module):
 
 def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
     """Answer it; `Accelerator.forecast` says what is raised."""
-    began = time.perf_counter()
     _check(question, setting)
     target, limit = _target(question, setting.runtime)
     rows = BatchResizer(question.batch)
     recipe, caveats = _recipe(question, setting)
     is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
+    step = StepForecaster(
+        partial(_twin, question, setting, rows.is_padded),
+        partial(_batch, question, rows),
+        recipe,
+        target,
+        is_expandable=is_expandable,
+        spread=partial(_replica, setting) if setting.strategy.name == "ddp" else None,
+    )
     with untouched(question.model), torch.inference_mode(False), torch.enable_grad():
-        tracer = TraceCache(
-            partial(_twin, question, setting, rows.is_padded),
-            partial(_batch, question, rows),
-            recipe,
-            target,
-            None,
-            is_expandable,
-            partial(_replica, setting) if setting.strategy.name == "ddp" else None,
-        )
-        traced = tracer.trace(rows.num_rows)
-        capacity = None if limit is None else room(target, limit)
-        found, by_batch = tracer.largest(capacity) if question.largest and capacity is not None else (None, ())
-    if target.is_cuda:
-        caveats += (f"overhead of {target.name}: {target.source}",)
+        found = step.forecast(rows.num_rows, limit, question.largest)
     if question.batch_fn is None:
         caveats += rows.caveats
     if rows.is_padded:
         caveats += (_PADDED,)
-    return replace(
-        of_trace(traced, target, rows.num_rows, limit, is_expandable),
-        largest_batch=None if found is None else found.batch,
-        by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
-        num_traces=tracer.num_traces,
-        seconds=time.perf_counter() - began,
-        caveats=(*traced.caveats, *caveats),
-    )
+    return replace(found, caveats=(*found.caveats, *caveats))
 
 
 def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
@@ -142,9 +126,9 @@ def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
             f"accelerator.forecast does not know what the {setting.strategy.name} strategy leaves on a process; before a run, "
             "headway.forecast(strategy=..., ranks=...) and `headway estimate --strategy` do"
         )
-    if setting.precision not in _PRECISIONS:
+    if setting.precision not in PRECISIONS:
         raise UnsupportedError(
-            f"mixed_precision={setting.precision!r} cannot be forecast yet; allowed: {', '.join(_PRECISIONS)}"
+            f"mixed_precision={setting.precision!r} cannot be forecast yet; allowed: {', '.join(PRECISIONS)}"
         )
     refuse_compiled(model)
     if setting.compiles:
@@ -163,11 +147,12 @@ def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
 def _target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple[Device, int | None]:
     """The device, and the bytes that the process may take on it."""
     if question.device is not None:
-        target, left = find(question.device), find(question.device).memory
-    else:
-        target = present_device(runtime.hardware, runtime.device)
-        left = memory_left(runtime.hardware, runtime.device, target, _held(question))
-    return target, left if question.budget is None else parse_bytes(question.budget)
+        target = find(question.device)
+        return target, budget_of(target, question.budget)
+    target = present_device(runtime.hardware, runtime.device)
+    if question.budget is not None:
+        return target, budget_of(target, question.budget)
+    return target, memory_left(runtime.hardware, runtime.device, target, _held(question))
 
 
 def _held(question: ForecastRequest) -> int:

@@ -13,17 +13,20 @@ from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.common.units import parse_bytes
 from headway.errors import DeviceMapError
-from headway.offload.placement import bandwidth, estimate
-from headway.offload.placement.estimate import (
+from headway.offload.placement import bandwidth
+from headway.offload.placement.workload import Workload
+from headway.planning import inference
+from headway.planning.inference import (
     Bandwidths,
     ModelSizes,
     ceiling,
     expert_share,
+    generates,
+    generation,
     size_up,
-    skeleton_from,
     traffic,
 )
-from headway.offload.placement.workload import Workload
+from headway.planning.sources import skeleton_from
 
 SIZES = {
     "hidden_size": 64,
@@ -134,7 +137,7 @@ def test_the_cache_is_that_of_a_real_forward(name, batch_size):
             {x.data_ptr(): x.untyped_storage().nbytes() for x in kept if x.numel()}.values()
         ), outputs.logits.nbytes
 
-    found = estimate.generation(model, "float32", Workload(batch_size, 24))
+    found = generation(model, "float32", Workload(batch_size, 24))
     assert (found.cache, found.logits) == real(24)
     one, two = real(1, 1)[0], real(2, 1)[0]
     assert (found.per_sample, found.per_token) == (2 * one - two, two - one)
@@ -151,7 +154,7 @@ def test_the_cache_is_that_of_a_real_generation(name):
     cache = made.past_key_values
     assert type(cache) is transformers.DynamicCache
     real = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
-    found = estimate.generation(model, "float32", Workload(2, 24))  # the last token is never put in
+    found = generation(model, "float32", Workload(2, 24))  # the last token is never put in
     assert (found.cache, found.per_sample) == (real, 0)
     assert found.last_logits == made.sequences.shape[0] * model.config.vocab_size * 4
 
@@ -178,7 +181,7 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
     def refuse(*args, **options):
         raise DeviceMapError("the largest layer fits nowhere")
 
-    monkeypatch.setattr(estimate, "resolve_device_map", refuse)
+    monkeypatch.setattr(inference, "resolve_device_map", refuse)
     said = run(folder)
     assert said.count("does not fit") == 4
     assert "no placement in bfloat16: the largest layer fits nowhere" in said
@@ -187,7 +190,7 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
 def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path):
     transformers.ViTConfig(hidden_size=64, architectures=["ViTModel"], num_attention_heads=4).save_pretrained(tmp_path)
     model = skeleton_from(tmp_path)
-    assert not estimate.generates(model)
+    assert not generates(model)
     with pytest.raises(DeviceMapError, match="could not be measured"):
         size_up(model, "float32", Workload(1, 8))
 

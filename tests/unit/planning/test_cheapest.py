@@ -175,3 +175,24 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     wrong = run("--accumulation", "2")
     assert isinstance(wrong.exception, ConfigError)
     assert "--accumulation and --global_batch_size" in str(wrong.exception)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(32, 96)
+
+    def forward(self, x):
+        parts = self.inputs(x).unflatten(-1, (3, 1, 32)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(*parts).squeeze(1)
+
+
+def test_attention_is_counted_on_every_device():
+    def work(device):
+        given = {"loss": nn.functional.mse_loss, "precisions": ("no",), "recompute": (False,), "budget": "1GiB"}
+        rows = headway.cheapest(
+            Attention, lambda n: (torch.zeros(n, 16, 32),) * 2, global_batch_size=8, device=device, **given
+        )
+        return rows[0].work.flops
+
+    assert work("cpu") == work("t4") > 3 * 2 * 8 * 16 * 32 * 96

@@ -1,5 +1,7 @@
 """Layouts beside each other: what they hold, what they cost, which comes first, and what is wrong use."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,10 @@ from headway.planning.costs import ClusterRates, cost
 from headway.planning.dry_run.meter import MeteredCollective, axes_of
 from headway.planning.optimizers import maker
 from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
+
+
+def of(make, num_ranks, **options):
+    return partial(plan, make, num_ranks=num_ranks, **options)
 
 
 def test_axes_of_ranks():
@@ -111,7 +117,7 @@ def test_computing_waits_for_tensor_parallelism():
 
 def test_the_cheapest_that_fits_comes_first():
     cluster = ClusterRates(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
-    found = compare(llama, ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], 12, cluster, step=loss, tokens=16)
+    found = compare(of(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster)
     order = [row.strategy for row in found.rows]
     fitting = [row for row in found.rows if not row.reason]
     assert [row.cost.per_unit for row in fitting] == sorted(row.cost.per_unit for row in fitting)
@@ -126,7 +132,7 @@ def test_the_cheapest_that_fits_comes_first():
 
 
 def test_heads_that_do_not_divide_are_a_reason():
-    row = compare(llama, ["tp=8"], 8, step=loss).rows[0]
+    row = compare(of(llama, 8, step=loss), ["tp=8"]).rows[0]
     assert row.plan is None
     assert "heads" in row.reason or "divide" in row.reason
 
@@ -135,7 +141,7 @@ def test_without_a_step_only_weights_are_known():
     found = plan(llama, "fsdp", 4)
     assert (found.exchanges, found.flops, found.activations) == (None, None, None)
     assert "not counted" in str(found)
-    assert str(compare(llama, ["fsdp"], 4))
+    assert str(compare(of(llama, 4), ["fsdp"]))
 
 
 def test_candidates_divide():
@@ -163,15 +169,13 @@ def test_wrong_use(wrong, said):
 def test_deepspeed_is_not_planned_as_something_else(engine):
     with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which is not planned"):
         plan(chain, engine, 4)
-    found = compare(chain, [engine, "fsdp"], 4)
+    found = compare(of(chain, 4), [engine, "fsdp"])
     assert [row.plan is None for row in found.rows] == [False, True]
 
 
 def test_shards_within_machines():
     assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
-    assert compare(chain, ["hsdp"], 8, ClusterRates(machine_ranks=2)).rows[0].plan.layout == Layout(
-        replicate=4, shard=2
-    )
+    assert compare(of(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(replicate=4, shard=2)
 
 
 def test_a_wrong_cluster():

@@ -15,7 +15,7 @@ from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
 from headway.forecasting.device import calibration, present
 from headway.forecasting.device.calibration import CalibrationRecord
-from headway.forecasting.device.devices import DEVICES, GIB
+from headway.forecasting.device.devices import DEVICES, GIB, name_of
 from headway.forecasting.device.present import memory_left, present_device
 from headway.forecasting.tracing.batch_rows import BatchResizer
 from headway.forecasting.tracing.step import StepRecipe
@@ -308,9 +308,8 @@ def test_a_calibrated_card_is_what_was_measured(monkeypatch, tmp_path, product, 
     """A record that was made up; the measurement is in tests/gpu."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     memory, capability = int(gib * GIB), (8, 9)
-    known = {name: device.memory for name, device in DEVICES.items()}
     record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
-    calibration.write(tmp_path / calibration.FILE_NAME, calibration.name_of(product, memory, known), record)
+    calibration.write(tmp_path / calibration.FILE_NAME, name_of(product, memory), record)
     found = present_device(hardware(product, memory, capability), torch.device("cuda:0"))
     assert found.overhead[1] == 123 << 20
     assert "2026-11-23" in found.source

@@ -2,8 +2,8 @@
 
 Its rules are those of torch's `CUDACachingAllocator` at its default settings: requests are rounded to 512 bytes, small ones and
 large ones have pools of their own, the smallest free block that is large enough is split, neighbours that are free are merged, and
-what was taken from the card is kept until the card is full. With expandable segments each pool is one range of addresses that grows
-by pages.
+what was taken from the card is kept. With expandable segments each pool is one range of addresses that grows by pages. A full card,
+on which torch gives back what it has cached, is not modelled: a forecast says what a step takes where there is room.
 """
 
 from bisect import bisect_left, insort
@@ -25,14 +25,8 @@ OWN_SEGMENT = 10 << 20
 """From here on a request gets a segment for itself (kMinLargeAlloc), rounded to `ROUND_LARGE`."""
 ROUND_LARGE = 2 << 20
 """kRoundLarge."""
-
-
-class DeviceFull(Exception):
-    """The card is full: what was asked for does not fit, even after everything cached was given back."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"{num_bytes} bytes do not fit")
-        self.num_bytes = num_bytes
+_ENDLESS = 1 << 60
+"""Addresses of an expandable segment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,19 +35,12 @@ class _Block:
     size: int
     pool: "_Pool"
     is_free: bool = True
-    is_mapped: bool = True
     before: "_Block | None" = None
     after: "_Block | None" = None
 
     @property
     def key(self) -> tuple[int, int]:
         return self.size, self.address
-
-    @property
-    def reach(self) -> int:
-        """Its size, with the room behind it that has no memory yet; only an expandable segment has such room."""
-        room = self.after
-        return self.size + (room.size if room is not None and not room.is_mapped else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +53,8 @@ class _Pool:
     free: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[int, _Block] = field(default_factory=dict)
     """Free blocks by address."""
-    first: _Block | None = None
-    """Of the expandable segment: its lowest block."""
+    last: _Block | None = None
+    """Of the expandable segment: its highest block, which can grow."""
 
     def add(self, block: _Block) -> None:
         insort(self.free, block.key)
@@ -82,10 +69,14 @@ class _Pool:
         found: _Block | None = None
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             block = self.blocks[self.free[index][1]]
-            if found is not None and block.reach >= found.reach:
+            if found is not None and self._reach(block) >= self._reach(found):
                 break
             found = block
         return found
+
+    def _reach(self, block: _Block) -> int:
+        """Its size, with the room for it to grow."""
+        return block.size + (_ENDLESS if block is self.last else 0)
 
 
 def rounded(num_bytes: int) -> int:
@@ -106,7 +97,6 @@ class Allocator:
     """Answers allocations as CUDA's caching allocator would.
 
     Args:
-        capacity: bytes that it may take from the card; None: as many as it likes.
         expandable: as with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
     Attributes:
@@ -114,12 +104,10 @@ class Allocator:
         reserved: bytes taken from the card (torch.cuda.memory_reserved).
         peak_allocated: the most of it so far.
         peak_reserved: the most of it so far.
-        flushes: how often everything cached was given back because the card was full (`num_alloc_retries`).
     """
 
-    def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
-        self._capacity = capacity
+    def __init__(self, expandable: bool = False) -> None:
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._expandable = expandable
         self._pools: dict[tuple[Hashable, bool], _Pool] = {}
         self._live: dict[Hashable, _Block] = {}
@@ -129,7 +117,6 @@ class Allocator:
         """Answer one request; of 0 bytes, nothing happens.
 
         Raises:
-            Full: it does not fit.
             StateError: the key is in use.
         """
         if key in self._live:
@@ -142,7 +129,8 @@ class Allocator:
         if block is not None:
             pool.take(block)
         else:
-            block = self._taken(pool, size)
+            block = self._grow(pool, size) if self._expandable else self._segment(pool, size)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._split(block, size)
         block.is_free = False
         self._live[key] = block
@@ -157,20 +145,10 @@ class Allocator:
         self.allocated -= block.size
         block.is_free = True
         for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free and neighbour.is_mapped:
+            if neighbour is not None and neighbour.is_free:
                 block.pool.take(neighbour)
                 self._merge(block, neighbour)
         block.pool.add(block)
-
-    def release(self) -> None:
-        """Give everything to the card that no block in use needs: whole segments, or whole pages of an expandable one."""
-        for pool in self._pools.values():
-            for block in list(pool.blocks.values()):
-                if self._expandable:
-                    self._unmap(block)
-                elif block.before is None and block.after is None:
-                    pool.take(block)
-                    self.reserved -= block.size
 
     def _pool(self, size: int, stream: Hashable) -> _Pool:
         is_small = size <= SMALL
@@ -182,29 +160,27 @@ class Allocator:
             self._pools[stream, is_small] = pool
         return pool
 
-    def _taken(self, pool: _Pool, size: int) -> _Block:
-        """A block of at least `size` bytes, in no pool, with memory that was taken from the card."""
-        take = self._grow if self._expandable else self._segment
-        block = take(pool, size)
-        if block is None:
-            self.release()
-            self.flushes += 1
-            block = take(pool, size)
-        if block is None:
-            raise DeviceFull(size)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return block
-
-    def _fits(self, num_bytes: int) -> bool:
-        return self._capacity is None or self.reserved + num_bytes <= self._capacity
-
-    def _segment(self, pool: _Pool, size: int) -> _Block | None:
+    def _segment(self, pool: _Pool, size: int) -> _Block:
         taken = segment_of(size)
-        if not self._fits(taken):
-            return None
         self.reserved += taken
         self._next_address += taken
         return _Block(self._next_address - taken, taken, pool)
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        """As many pages as are missing, behind the pool's last block or merged with it where that is free."""
+        last = pool.last
+        room = last.size if last is not None and last.is_free else 0
+        pages = -(-(size - room) // pool.page) * pool.page
+        self.reserved += pages
+        if last is not None and room:
+            pool.take(last)
+            last.size += pages
+            return last
+        block = _Block(0 if last is None else last.address + last.size, pages, pool, before=last)
+        if last is not None:
+            last.after = block
+        pool.last = block
+        return block
 
     def _split(self, block: _Block, size: int) -> None:
         left = block.size - size
@@ -213,6 +189,8 @@ class Allocator:
         rest = _Block(block.address + size, left, block.pool, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
+        elif block.pool.last is block:
+            block.pool.last = rest
         block.after, block.size = rest, size
         block.pool.add(rest)
 
@@ -229,99 +207,8 @@ class Allocator:
             if block.after is not None:
                 block.after.before = block
         block.size += other.size
-        if block.pool.first is other:
-            block.pool.first = block
-
-    # ---------------------------------------------------------------- expandable segments
-
-    def _grow(self, pool: _Pool, size: int) -> _Block | None:
-        """The lowest gap, with the free block before it, that can hold `size` bytes, filled with pages."""
-        if pool.first is None:
-            pool.first = _Block(0, 1 << 60, pool, is_mapped=False)
-        gap: _Block | None = pool.first
-        while gap is not None:
-            if not gap.is_mapped:
-                start = gap.before if gap.before is not None and gap.before.is_free else gap
-                if self._room(start) >= size:
-                    return self._map(pool, start, size)
-            gap = gap.after
-        return None
-
-    @staticmethod
-    def _room(start: _Block) -> int:
-        room, block = 0, start
-        while block.is_free:
-            room += block.size
-            if block.after is None:
-                break
-            block = block.after
-        return room
-
-    def _map(self, pool: _Pool, start: _Block, size: int) -> _Block | None:
-        block = start
-        if block.is_mapped:
-            pool.take(block)
-        else:
-            mapped = self._mapped(pool, block, min(block.size, size))
-            if mapped is None:
-                return None
-            block = mapped
-        while True:
-            following = block.after
-            if following is not None and following.is_free and following.is_mapped:
-                pool.take(following)
-            elif block.size < size:
-                assert following is not None
-                following = self._mapped(pool, following, min(following.size, size - block.size))
-                if following is None:
-                    pool.add(block)
-                    return None
-            else:
-                return block
-            self._merge(block, following)
-
-    def _mapped(self, pool: _Pool, gap: _Block, size: int) -> _Block | None:
-        """Pages at the start of a gap; None where the card has none left."""
-        pages = min(gap.size, -(-size // pool.page) * pool.page)
-        if not self._fits(pages):
-            return None
-        self.reserved += pages
-        if pages < gap.size:
-            rest = _Block(gap.address + pages, gap.size - pages, pool, is_mapped=False, before=gap, after=gap.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            gap.after, gap.size = rest, pages
-        gap.is_mapped = True
-        return gap
-
-    def _unmap(self, block: _Block) -> None:
-        pool, page = block.pool, block.pool.page
-        begin = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
-        if end <= begin:
-            return
-        pool.take(block)
-        self.reserved -= end - begin
-        if block.address < begin:
-            self._split_off(block, begin - block.address)
-            pool.add(block)
-            assert block.after is not None
-            block = block.after
-        if end < block.address + block.size:
-            self._split_off(block, end - block.address)
-            assert block.after is not None
-            pool.add(block.after)
-        block.is_mapped = False
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and not neighbour.is_mapped:
-                self._merge(block, neighbour)
-
-    @staticmethod
-    def _split_off(block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool, before=block, after=block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
+        if block.pool.last is other:
+            block.pool.last = block
 
 
 @dataclass(frozen=True)
@@ -331,37 +218,28 @@ class AllocationReplay:
     Attributes:
         allocated: the most that was in use at once, bytes; each request rounded to 512.
         reserved: the most that was taken from the card, bytes.
-        flushes: how often the card was full and everything cached was given back.
-        fits: False: it ended in an out-of-memory error.
         peak: the index of the event at which the most was in use.
     """
 
     allocated: int
     reserved: int
-    flushes: int
-    fits: bool
     peak: int
 
 
-def replay(events: Iterable[MemoryEvent], capacity: int | None = None, expandable: bool = False) -> AllocationReplay:
+def replay(events: Iterable[MemoryEvent], expandable: bool = False) -> AllocationReplay:
     """Let a fresh allocator answer these events.
 
     Args:
         events: in the order in which they happened.
-        capacity: bytes that it may take from the card; None: as many as it likes.
         expandable: as with expandable segments.
     """
-    allocator = Allocator(capacity, expandable)
-    peak, fits, most = 0, True, 0
+    allocator = Allocator(expandable)
+    peak, most = 0, 0
     for index, event in enumerate(events):
         if event.num_bytes < 0:
             allocator.free(event.key)
             continue
-        try:
-            allocator.allocate(event.key, event.num_bytes, event.stream)
-        except DeviceFull:
-            peak, fits = index, False
-            break
+        allocator.allocate(event.key, event.num_bytes, event.stream)
         if allocator.allocated > most:
             most, peak = allocator.allocated, index
-    return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, allocator.flushes, fits, peak)
+    return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, peak)

@@ -5,7 +5,6 @@ libraries it has loaded, and what its allocator holds, which it tells. Other pro
 """
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -104,28 +103,6 @@ def write(path: Path, name: str, record: CalibrationRecord) -> None:
         raise ConfigError(
             f"cannot write {path} ({error.strerror}); set HEADWAY_HOME to a folder that you can write to"
         ) from error
-
-
-def name_of(product: str, memory: int, known: Mapping[str, int | None]) -> str:
-    """The name that a card goes by: that of the table with all its words in the product's name and its memory; else its own.
-
-    Args:
-        product: what the driver calls it, such as "NVIDIA A100-SXM4-80GB".
-        memory: bytes on it.
-        known: the table's names and their bytes.
-    """
-    words = re.findall(r"[a-z0-9]+", product.lower())
-    fitting = [
-        name
-        for name, size in known.items()
-        if size and set(name.split("-")) <= {*words, *_sized(memory)} and abs(memory - size) <= 0.05 * size
-    ]
-    return max(fitting, key=len, default="-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")))
-
-
-def _sized(memory: int) -> list[str]:
-    """How a product's name would say its memory."""
-    return [f"{size}gb" for size in (16, 32, 40, 80) if abs(memory - (size << 30)) <= 0.05 * (size << 30)]
 
 
 def product() -> tuple[str, int, tuple[int, int]]:

@@ -1,5 +1,6 @@
 """What a card has, and what it takes before the first tensor: one table, with the source of each number."""
 
+import re
 from dataclasses import dataclass
 
 from headway.common import env
@@ -7,6 +8,7 @@ from headway.common.units import parse_bytes
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.device import calibration
+from headway.forecasting.device.rates import DATA_SHEETS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -54,10 +56,17 @@ class Device:
         """Does it have CUDA's allocator and kernels?"""
         return self.capability > (0, 0)
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What a forecast for it cannot vouch for."""
+        return (f"overhead of {self.name}: {self.source}",) if self.is_cuda else ()
+
 
 MARGIN = 0.02
 """Of what the allocator takes: what may come on top, such as workspaces that no table knows. Assumed."""
 LEAST_MARGIN = 128 * MIB
+_NEAR = 0.05
+"""Drivers report a little less memory, or more, than a product has by its name."""
 
 _AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
 """`:4096:2:16:8`, what torch asks for where CUBLAS_WORKSPACE_CONFIG is not set."""
@@ -77,8 +86,10 @@ _ASSUMED = "assumed: a context, the driver's own share and lazily loaded kernels
 _ASSUMED_RANGE = (500 * MIB, 750 * MIB, 1100 * MIB)
 
 
-def _rates(full: float, half: float, bandwidth: float) -> Rates:
-    """Of a data sheet: TFLOPS, TFLOPS, GB/s."""
+def _rates(card: str, bandwidth: float) -> Rates:
+    """Of a card's data sheet, and GB/s of its memory."""
+    _, half, _, full = DATA_SHEETS[card]
+    assert half is not None
     return Rates(full * 1e12, half * 1e12, bandwidth * 1e9)
 
 
@@ -88,7 +99,7 @@ def _assumed(name: str, memory: int, capability: tuple[int, int], rates: Rates, 
 
 _CPU_RATES = Rates(100e9, 100e9, 20e9)
 """Assumed: processors differ too much for one figure."""
-_UNKNOWN_RATES = _rates(20, 150, 1000)
+_UNKNOWN_RATES = Rates(20e12, 150e12, 1000e9)
 """Of a card that is not in the table: assumed; they only weigh operations against each other."""
 
 DEVICES = {
@@ -102,21 +113,21 @@ DEVICES = {
             (_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
             _AMPERE,
             _3090,
-            _rates(35.6, 71, 936),
+            _rates("RTX 3090", 936),
         ),
-        _assumed("rtx-4090", 24564, (8, 9), _rates(82.6, 165.2, 1008)),
-        _assumed("t4", 15360, (7, 5), _rates(8.1, 65, 320)),
-        _assumed("v100-16gb", 16384, (7, 0), _rates(15.7, 125, 900)),
-        _assumed("v100-32gb", 32768, (7, 0), _rates(15.7, 125, 900)),
-        _assumed("a10g", 23028, (8, 6), _rates(31.2, 70, 600)),
-        _assumed("l4", 23034, (8, 9), _rates(30.3, 121, 300)),
-        _assumed("l40s", 46068, (8, 9), _rates(91.6, 362, 864)),
-        _assumed("a100-40gb", 40960, (8, 0), _rates(19.5, 312, 1555)),
-        _assumed("a100-80gb", 81920, (8, 0), _rates(19.5, 312, 2039)),
-        _assumed("h100", 81559, (9, 0), _rates(67, 989, 3350), _HOPPER),
-        _assumed("h200", 143771, (9, 0), _rates(67, 989, 4800), _HOPPER),
-        _assumed("b100", 183359, (10, 0), _rates(60, 1750, 8000), _HOPPER),
-        _assumed("b200", 183359, (10, 0), _rates(75, 2250, 8000), _HOPPER),
+        _assumed("rtx-4090", 24564, (8, 9), _rates("RTX 4090", 1008)),
+        _assumed("t4", 15360, (7, 5), _rates("T4", 320)),
+        _assumed("v100-16gb", 16384, (7, 0), _rates("V100", 900)),
+        _assumed("v100-32gb", 32768, (7, 0), _rates("V100", 900)),
+        _assumed("a10g", 23028, (8, 6), _rates("A10G", 600)),
+        _assumed("l4", 23034, (8, 9), _rates("L4", 300)),
+        _assumed("l40s", 46068, (8, 9), _rates("L40S", 864)),
+        _assumed("a100-40gb", 40960, (8, 0), _rates("A100", 1555)),
+        _assumed("a100-80gb", 81920, (8, 0), _rates("A100", 2039)),
+        _assumed("h100", 81559, (9, 0), _rates("H100", 3350), _HOPPER),
+        _assumed("h200", 143771, (9, 0), _rates("H200", 4800), _HOPPER),
+        _assumed("b100", 183359, (10, 0), _rates("B100", 8000), _HOPPER),
+        _assumed("b200", 183359, (10, 0), _rates("B200", 8000), _HOPPER),
     )
 }
 
@@ -131,17 +142,30 @@ def find(name: str) -> Device:
         ConfigError: it is neither in the table nor calibrated.
         DeviceUnavailable: "this" where there is no CUDA device.
     """
-    records = calibration.read(calibration.file(env.snapshot()))
     wanted = named() if name.lower() == "this" else name.lower()
-    device, record = DEVICES.get(wanted), records.get(wanted)
-    if record is not None:
-        return _measured(wanted, device, record)
+    device = look_up(wanted)
     if device is None:
-        known = sorted({*DEVICES, *records})
+        known = sorted({*DEVICES, *_records()})
         hint = did_you_mean(name, [*known, "this"])
         calibrate = "; `headway estimate --calibrate` on its machine adds it" if name.lower() == "this" else ""
         raise ConfigError(f"device={wanted!r} is not in the table{hint or ''}; it has {', '.join(known)}{calibrate}")
     return device
+
+
+def look_up(name: str) -> Device | None:
+    """The device of that name, calibrated or in the table; None: it is neither."""
+    known, record = DEVICES.get(name), _records().get(name)
+    if record is None:
+        return known
+    # Kernels are loaded when they are first used: later ones come on top.
+    overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)
+    workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
+    rates = known.rates if known is not None else _UNKNOWN_RATES
+    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
+
+
+def _records() -> dict[str, calibration.CalibrationRecord]:
+    return calibration.read(calibration.file(env.snapshot()))
 
 
 def named() -> str:
@@ -151,31 +175,26 @@ def named() -> str:
         DeviceUnavailable: there is none.
     """
     product, memory, _ = calibration.product()
-    return _name_of(product, memory)
+    return name_of(product, memory)
 
 
-def calibrated(product: str, memory: int) -> Device | None:
-    """A GPU with what `headway estimate --calibrate` measured on one of its kind; None: nothing was.
+def name_of(product: str, memory: int) -> str:
+    """The name that a card goes by: that of the table with all its words in the product's name and its memory; else its own.
 
     Args:
-        product: what the driver calls it.
-        memory: bytes.
+        product: what the driver calls it, such as "NVIDIA A100-SXM4-80GB".
+        memory: bytes on it.
     """
-    name = _name_of(product, memory)
-    record = calibration.read(calibration.file(env.snapshot())).get(name)
-    return None if record is None else _measured(name, DEVICES.get(name), record)
-
-
-def _name_of(product: str, memory: int) -> str:
-    return calibration.name_of(product, memory, {name: device.memory for name, device in DEVICES.items()})
-
-
-def _measured(name: str, known: Device | None, record: calibration.CalibrationRecord) -> Device:
-    rates = known.rates if known is not None else _UNKNOWN_RATES
-    # Kernels are loaded when they are first used: later ones come on top.
-    overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)
-    workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
-    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
+    words = re.findall(r"[a-z0-9]+", product.lower())
+    sizes = {f"{size}gb" for size in (16, 32, 40, 80) if abs(memory - (size << 30)) <= _NEAR * (size << 30)}
+    fitting = [
+        name
+        for name, device in DEVICES.items()
+        if device.memory
+        and set(name.split("-")) <= {*words, *sizes}
+        and abs(memory - device.memory) <= _NEAR * device.memory
+    ]
+    return max(fitting, key=len, default="-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")))
 
 
 def budget_of(device: Device, budget: int | str | None) -> int | None:
@@ -185,9 +204,7 @@ def budget_of(device: Device, budget: int | str | None) -> int | None:
         device: the target.
         budget: None: all of its memory. Decimal units are powers of 1000, binary ones of 1024.
     """
-    if budget is None:
-        return device.memory
-    return parse_bytes(budget)
+    return device.memory if budget is None else parse_bytes(budget)
 
 
 def spread(device: Device, taken: int) -> tuple[int, int, int]:

@@ -209,15 +209,14 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         # Registered kernels stay until this is called.
         stack.callback(library._destroy)
+        choice = None
         if device.is_cuda:
             choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
-            library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
                     _in_float32(library, name)
-        else:
-            library.impl("scaled_dot_product_attention", _attention_of_cpu, "AutogradCPU")  # type: ignore[no-untyped-call]
+        library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
 
 
@@ -228,7 +227,12 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
 
 
-def _attention(choice: AttentionKernel) -> Callable[..., Any]:
+def _attention(choice: AttentionKernel | None) -> Callable[..., Any]:
+    """Attention of fake tensors by the kernel that the target takes.
+
+    Args:
+        choice: CUDA's; None: a CPU, whose fused kernel torch would not take for a fake tensor.
+    """
     aten = torch.ops.aten
 
     def attention(
@@ -242,27 +246,49 @@ def _attention(choice: AttentionKernel) -> Callable[..., Any]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if not isinstance(query, FakeTensor):
-            return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        kernel = choice.kernel(query, key, mask, p, causal, trains)
-        if kernel == "math":
-            return _math(query, key, value, mask, p, causal, scale, enable_gqa)
-        if kernel == "cudnn":
-            mask = _added(mask, query)
-            return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
-        if mask is not None:
+        if not isinstance(query, FakeTensor):
+            kernel = "plain"
+        elif choice is None:
+            kernel = _kernel_of_cpu(query, key, value, mask, p, enable_gqa)
+        else:
+            kernel = choice.kernel(query, key, mask, p, causal, trains)
+        if kernel == "plain":
+            plain = aten.scaled_dot_product_attention.default.decompose
+            return plain(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+        if kernel == "efficient" and mask is not None:
             mask = _prepared(mask, query, key)
-        width = query.shape[-1]
+        mask = _added(mask, query)
+        if kernel == "math":
+            math = aten._scaled_dot_product_attention_math
+            return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+        if kernel == "cpu":
+            fused = aten._scaled_dot_product_flash_attention_for_cpu
+            return fused(query, key, value, p, causal, attn_mask=mask, scale=scale)[0]
         if kernel == "flash":
-            padded = [
-                torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)
-            ]
+            width = query.shape[-1]
+            pad = torch.nn.functional.pad
+            query, key, value = (pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value))
             scale = width**-0.5 if scale is None else scale
-            return aten._scaled_dot_product_flash_attention(*padded, p, causal, False, scale=scale)[0][..., :width]
-        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
+            return aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0][
+                ..., :width
+            ]
+        fused = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+        return fused(query, key, value, mask, trains, p, causal, scale=scale)[0]
 
     return attention
+
+
+def _kernel_of_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, enable_gqa: bool
+) -> str:
+    """ "cpu", "math" or "plain"."""
+    is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
+    is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
+    if not (is_alike and has_heads and is_aligned) or p > 0:
+        return "plain"
+    return "math" if mask is not None and mask.requires_grad else "cpu"
 
 
 def _added(mask: Any, query: torch.Tensor) -> Any:
@@ -279,46 +305,6 @@ def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tor
     if mask.shape[-1] == length and length % 8:
         mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
-
-
-def _attention_of_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    p: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """torch does not take a fake tensor for one that its fused kernel of CPUs can read."""
-    is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
-    is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
-    if not isinstance(query, FakeTensor) or not (is_alike and has_heads and is_aligned) or p > 0:
-        return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
-    if mask is not None and mask.requires_grad:
-        return _math(query, key, value, mask, p, causal, scale, enable_gqa)
-    mask = _added(mask, query)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, p, causal, attn_mask=mask, scale=scale
-    )[0]
-
-
-def _math(
-    query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, scale: float | None, enable_gqa: bool
-) -> Any:
-    mask = _added(mask, query)
-    math = torch.ops.aten._scaled_dot_product_attention_math
-    return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
-
-
-def _plain(
-    query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, scale: float | None, enable_gqa: bool
-) -> Any:
-    operation = torch.ops.aten.scaled_dot_product_attention.default
-    return operation.decompose(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _in_float32(library: torch.library.Library, name: str) -> None:

@@ -1,17 +1,14 @@
 """The device that a script runs on, as a target of its forecasts, and the memory that it has left for the script."""
 
-import re
 from dataclasses import replace
 
 import torch
 
 from headway.errors import UnsupportedError
-from headway.forecasting.device.devices import DEVICES, Device, calibrated, find
+from headway.forecasting.device.devices import DEVICES, Device, find, look_up, name_of
 from headway.memory.free import free_address_space, free_bytes
 from headway.runtime.device import Hardware
 
-_NEAR = 0.1
-"""A card of the table may have so much more or less memory than the one that is here and still be meant."""
 _USABLE = 0.75
 """Of an address space: the C library's heap breaks into pieces. 0.73 to 0.87 were measured (benchmarks/forecast/search.py)."""
 _LIKE = {8: "a100-40gb", 9: "h100"}
@@ -33,34 +30,13 @@ def present_device(hardware: Hardware, device: torch.device) -> Device:
         )
     properties = hardware.module.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
-    return _described(str(hardware.module.get_device_name(device)), int(properties.total_memory), capability)
-
-
-def _described(name: str, memory: int, capability: tuple[int, int]) -> Device:
-    measured = calibrated(name, memory)
-    if measured is not None:
-        return replace(measured, memory=memory, capability=capability)
-    known = _known(name, memory, capability)
+    product, memory = str(hardware.module.get_device_name(device)), int(properties.total_memory)
+    known = look_up(name_of(product, memory))
     if known is not None:
         return replace(known, memory=memory, capability=capability)
     like = DEVICES[_LIKE.get(capability[0], "h100" if capability[0] > 9 else "t4")]
-    return replace(
-        like, name=name, memory=memory, capability=capability, source=f"{like.source}; {name} is not in the table"
-    )
-
-
-def _known(name: str, memory: int, capability: tuple[int, int]) -> Device | None:
-    """The table's entry whose words are all in the device's name, and that fits its memory best; None: there is none."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    alike = [
-        device
-        for device in DEVICES.values()
-        if device.memory is not None
-        and device.capability == capability
-        and {word for word in device.name.split("-") if not re.fullmatch(r"\d+gb", word)} <= words
-        and abs(device.memory - memory) <= _NEAR * device.memory
-    ]
-    return min(alike, key=lambda device: abs((device.memory or 0) - memory), default=None)
+    source = f"{like.source}; {product} is not in the table"
+    return replace(like, name=product, memory=memory, capability=capability, source=source)
 
 
 def memory_left(hardware: Hardware, device: torch.device, target: Device, held: int) -> int | None:

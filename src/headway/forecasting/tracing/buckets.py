@@ -8,6 +8,7 @@ them from then on where they are views of their bucket.
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import nn
 
 from headway.config.strategies import DistributedDataParallelKwargs
-from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
+from headway.forecasting.tracing.step import StepEngine
 
 _MIB = 1 << 20
 
 
-class Replica(SingleProcessEngine):
+class Replica(StepEngine):
     """A whole model on each rank, whose gradients are summed by DDP.
 
     Args:
@@ -39,7 +40,7 @@ class Replica(SingleProcessEngine):
         self._arrived: list[int] = []
         self._is_last = False
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_Arrival(self, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))  # type: ignore[no-untyped-call]
 
     def own(self) -> list[torch.Tensor]:
         """The buckets."""
@@ -61,7 +62,7 @@ class Replica(SingleProcessEngine):
         """The buckets are cut anew where the order of the gradients is known."""
         return self._window(is_last)
 
-    def came(self, index: int) -> None:
+    def _arrive(self, index: int, _: nn.Parameter) -> None:
         """A parameter has its gradient."""
         if not self._is_last:
             return
@@ -89,14 +90,6 @@ class Replica(SingleProcessEngine):
 def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
     """The model as DDP holds it: with buckets, unless nothing of it learns."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        return SingleProcessEngine(model)
+        return StepEngine(model)
     is_fixed = options.find_unused_parameters and not options.static_graph
     return Replica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
-
-
-class _Arrival:
-    def __init__(self, replica: Replica, index: int) -> None:
-        self._replica, self._index = replica, index
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._replica.came(self._index)

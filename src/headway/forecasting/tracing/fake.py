@@ -20,7 +20,8 @@ from headway.common.callsite import users_line
 from headway.errors import HeadwayError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.step import STEPS, Batch, SingleProcessEngine, StepEngine, StepRecipe, run
+from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
+from headway.forecasting.tracing.tensors import without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
 from headway.offload.placement.skeleton import init_empty_weights
@@ -44,7 +45,6 @@ def trace(
     recipe: StepRecipe,
     device: Device,
     prepare: Callable[[nn.Module], object] | None = None,
-    steps: int = STEPS,
     spread: Spread | None = None,
     counts_work: bool = False,
 ) -> Trace:
@@ -56,7 +56,6 @@ def trace(
         recipe: how a step is made.
         device: the target.
         prepare: what is done to the model before it trains, such as activation checkpointing.
-        steps: updates.
         spread: over which ranks; None: the model is on one process.
         counts_work: also count what operations compute and move, which takes a sixth of the time on top.
 
@@ -73,14 +72,14 @@ def trace(
     model.train()
     tracker = StorageTracker(device, WorkCounter(device) if counts_work else None)
     with ExitStack() as stack:
-        engine = stack.enter_context(spread(model)) if spread is not None else SingleProcessEngine(model)
+        engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
         try:
             with substituted(device, recipe.precision), fake, ExitStack() as modes:
                 batches = _batches(batch, fake)
                 for mode in engine.modes():
                     modes.enter_context(mode)
                 with tracker:
-                    run(model, recipe, batches, tracker, device.is_cuda, steps, engine)
+                    run(model, recipe, batches, tracker, device.is_cuda, engine)
         except HeadwayError:
             raise
         except Exception as error:
@@ -116,11 +115,7 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
             return tensor
         if id(tensor) not in made:
             with fake:
-                new: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, tensor.requires_grad)
-            new.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in new.__dict__})
-            made[id(tensor)] = new
+                made[id(tensor)] = without_values(tensor)
         return made[id(tensor)]
 
     for module in model.modules():

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.forecasting.tracing.tensors import without_values
 
 _META = torch.device("meta")
 
@@ -42,16 +43,20 @@ class _WithoutValues(TorchFunctionMode):
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
-        if is_lazy(tensor):
-            raise UnsupportedError(
-                "the model has parameters without a shape (a lazy module); call it once with a real batch, then forecast"
-            )
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the model has a tensor of type {type(tensor).__name__}, layout {tensor.layout}, whose memory cannot be followed "
-                "yet. Forecast the model before it is sharded or quantised"
-            )
+        _refuse_unknown(tensor)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _refuse_unknown(tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedError(
+            "the model has parameters without a shape (a lazy module); call it once with a real batch, then forecast"
+        )
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the model has a tensor of type {type(tensor).__name__}, layout {tensor.layout}, whose memory cannot be followed "
+            "yet. Forecast the model before it is sharded or quantised"
+        )
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -64,7 +69,8 @@ def twin_of(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _held_like(tensor)
+                _refuse_unknown(tensor)
+                memo[id(tensor)] = without_values(tensor, _META)
     try:
         with _WithoutValues(_META):
             return copy.deepcopy(model, memo)
@@ -75,14 +81,6 @@ def twin_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {str(error)[:200]}), and a forecast traces a copy. "
             "Use headway.forecast(model_fn=...), with a function that makes the model"
         ) from error
-
-
-def _held_like(tensor: torch.Tensor) -> torch.Tensor:
-    made = _like(tensor, _META)
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
 
 
 def twin_of_optimizer(

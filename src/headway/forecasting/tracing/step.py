@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from headway.errors import LossError
+from headway.config.values import check_count
+from headway.errors import ConfigError, LossError
 from headway.forecasting.tracing.tensors import plain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -17,8 +18,15 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batch = Any
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = ("no", *_HALF)
 STEPS = 2
 """An optimizer makes its state in the first step, so the first alone is not what the others are."""
+
+
+def check_precision(precision: str) -> None:
+    """Raise ConfigError unless steps can be traced in it."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,13 @@ class StepRecipe:
     max_norm: float | None = None
     keeps_gradients: bool = False
 
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
+        check_count(accumulation=self.accumulation)
 
-class StepObserver(Protocol):
-    """Is told where the step is."""
+
+class StepObserver:
+    """Is told where the step is; this one does nothing with it."""
 
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase."""
@@ -55,53 +67,34 @@ class StepObserver(Protocol):
         """Forward has ended."""
 
 
-class StepEngine(Protocol):
-    """What spreads a step over ranks: `SingleProcessEngine` where a model is on one process."""
-
-    def modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """In which the step runs."""
-
-    def own(self) -> list[torch.Tensor]:
-        """What it holds beside the model from the beginning."""
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one; only the window's last lets gradients travel."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's, those included that wait for the window's end."""
-
-    def clip(self, max_norm: float) -> None:
-        """Scale them down to this norm."""
-
-
-class SingleProcessEngine:
-    """One process with a whole model.
+class StepEngine:
+    """What spreads a step over ranks; this one is for one process with a whole model.
 
     Args:
         model: whose gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
 
     def modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """None."""
+        """In which the step runs."""
         return ()
 
     def own(self) -> list[torch.Tensor]:
-        """Nothing."""
+        """What it holds beside the model from the beginning."""
         return []
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Nothing travels."""
+        """Around forward and backward of one; only the window's last lets gradients travel."""
         return nullcontext()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Where torch keeps them."""
-        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        """This rank's, those included that wait for the window's end."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip(self, max_norm: float) -> None:
-        """As torch's clip_grad_norm_ does it with foreach, which it refuses to do for tensors on a CPU."""
+        """Scale them down to this norm, as torch's clip_grad_norm_ does with foreach, which it refuses for tensors on a CPU."""
         gradients = self.gradients()
         if not gradients:
             return
@@ -110,29 +103,15 @@ class SingleProcessEngine:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-class NullObserver:
-    """A watcher that does not look, for a step that is run for itself."""
-
-    def enter(self, phase: str) -> None:
-        """Nothing."""
-
-    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Nothing."""
-
-    def mark_activations(self) -> None:
-        """Nothing."""
-
-
 def run(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[[], Batch],
     watcher: StepObserver | None = None,
     on_cuda: bool = False,
-    steps: int = STEPS,
     engine: StepEngine | None = None,
 ) -> None:
-    """Run updates of a model.
+    """Run two updates of a model.
 
     Args:
         model: its parameters lie where it computes.
@@ -140,10 +119,9 @@ def run(
         batch: gives the next micro-batch.
         watcher: is told what goes on.
         on_cuda: optimizers choose their kernels as they do for parameters on a card.
-        steps: updates.
         engine: what spreads the model over ranks; None: it is alone.
     """
-    watcher, engine = watcher or NullObserver(), engine or SingleProcessEngine(model)
+    watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
     watcher.enter("set-up")
     mark_model(model, watcher)
     watcher.mark(engine.own(), "buckets")
@@ -152,7 +130,7 @@ def run(
     if optimizer is not None and on_cuda:
         as_on_cuda(optimizer)
     held: Batch = None
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         loss = scaled = None
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
@@ -176,7 +154,7 @@ def run(
 
 def _forward(model: nn.Module, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
     """The loss of one micro-batch; outputs are dropped."""
-    with _autocast(recipe.precision):
+    with autocast(recipe.precision):
         targets: Any = batch
         if isinstance(batch, Mapping):
             outputs = model(**batch)
@@ -214,7 +192,8 @@ def _said(loss: Any) -> str:
     return f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
 
 
-def _autocast(precision: str) -> AbstractContextManager[Any]:
+def autocast(precision: str) -> AbstractContextManager[Any]:
+    """The block of a forward in that format."""
     # Of a CPU also where the target is a card: fake tensors lie on a CPU (`kernels` adds the difference).
     return torch.autocast("cpu", dtype=_HALF[precision]) if precision in _HALF else nullcontext()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 
@@ -20,3 +21,12 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def stand_for_others(types: Iterable[type]) -> bool:
     """Is one of these a class of tensors whose operations come back as those on what they hold?"""
     return any(is_traceable_wrapper_subclass_type(each) for each in types)
+
+
+def without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Its shape, strides, dtype and attributes; on the CPU in a fake mode, or on the meta device, it takes no memory."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in made.__dict__})
+    return made

@@ -30,6 +30,7 @@ from headway.forecasting.device.kernels import (
 )
 from headway.forecasting.tracing.events import MemoryEvent
 from headway.forecasting.tracing.gathered import GatheredStorages
+from headway.forecasting.tracing.step import StepObserver
 from headway.forecasting.tracing.tensors import plain, stand_for_others
 from headway.forecasting.tracing.work import StepWork, WorkCounter
 
@@ -91,7 +92,7 @@ class Trace:
     work: dict[str, StepWork] = field(default_factory=dict)
 
 
-class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untyped-call]
     """Follows the memory of the tensors that are made in its block, fake or real.
 
     Args:

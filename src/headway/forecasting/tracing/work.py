@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from headway.forecasting.device.devices import Device
 
@@ -14,6 +15,25 @@ LAUNCH = 5e-6
 
 _HALVES = (torch.float16, torch.bfloat16)
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::_local_scalar_dense")
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Floating point operations of an operation: a product of matrices, a convolution or attention; of others 0."""
+    if func._overloadpacket in flop_registry:
+        return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    formula = _OF_CPUS.get(func._schema.name)
+    return formula(*args) if formula is not None else 0
+
+
+# torch's registry has the kernels of accelerators only.
+_OF_CPUS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
+        sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: int(
+        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,9 +80,6 @@ class WorkCounter:
     """
 
     def __init__(self, device: Device) -> None:
-        from torch.utils.flop_counter import flop_registry
-
-        self._formulas: dict[Any, Callable[..., int]] = flop_registry
         self._rates = device.rates
         self._has_bfloat16 = device.capability >= (8, 0)
         self.by_phase: dict[str, StepWork] = {}
@@ -74,8 +91,7 @@ class WorkCounter:
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         num_bytes = sum(each.numel() * each.element_size() for each in {id(each): each for each in tensors}.values())
-        formula = self._formulas.get(func._overloadpacket)
-        flops = formula(*args, **(kwargs or {}), out_val=result) if formula is not None else 0
+        flops = flops_of(func, args, kwargs or {}, result)
         computing = flops / self._rate(tensors) if flops else 0.0
         seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH)
         self.by_phase[phase] = self.by_phase.get(phase, StepWork()) + StepWork(flops, num_bytes, 1, seconds)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headway.common.columns import columns
 from headway.common.units import format_bytes
 from headway.offload.placement.budget import Device
 from headway.offload.placement.solver import Solution
@@ -74,8 +75,7 @@ class PlacementReport:
         titles = ["device", "units", "weights", "cache", "activations", "streaming", "budget", "headroom"]
         lines = [titles, *(_cells(row) for row in self.rows if row.units or row.budget)]
         shown = [i for i in range(len(titles)) if i not in (3, 4, 5) or any(line[i] != "-" for line in lines[1:])]
-        widths = [max(len(line[i]) for line in lines) for i in shown]
-        rows = ["  ".join(f"{line[i]:>{width}}" for i, width in zip(shown, widths)).rstrip() for line in lines]
+        rows = columns([[line[i] for i in shown] for line in lines], ">")
         spans = [f"{row.device}: {_span(row.units)}" for row in self.rows if row.units]
         return "\n".join([*rows, *spans])
 

@@ -67,12 +67,10 @@ def device_of(device_map: Mapping[str, Device], name: str) -> Device:
     Raises:
         DeviceMapError: no entry does.
     """
-    prefix = name
-    while prefix not in device_map:
-        if not prefix:
-            raise DeviceMapError(f"{name!r} has no place in the device map; its entries are {_few(device_map)}")
-        prefix = prefix.rpartition(".")[0]
-    return device_map[prefix]
+    entry = next((prefix for prefix in _prefixes(name) if prefix in device_map), None)
+    if entry is None:
+        raise DeviceMapError(f"{name!r} has no place in the device map; its entries are {_few(device_map)}")
+    return device_map[entry]
 
 
 def infer_auto_device_map(
@@ -225,8 +223,8 @@ def resolve_device_map(
         DeviceMapError: an unknown word, or a map with faults; all of them are listed.
     """
     if isinstance(device_map, Mapping):
-        given = {name: as_device(device) for name, device in _readable(device_map).items()}
-        check_device_map(model, given)
+        check_device_map(model, device_map)
+        given = {name: as_device(device) for name, device in device_map.items()}
         _check_presence(given)
         return DeviceMap(given, getattr(device_map, "plan", None))
     if device_map not in STRATEGIES:
@@ -266,7 +264,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
             as_device(device)
         except DeviceMapError as error:
             faults.append(f"{name!r}: {error}")
-    missing = [name for name in tensors if not _is_covered(device_map, name)]
+    missing = [name for name in tensors if not any(prefix in device_map for prefix in _prefixes(name))]
     faults += [f"{name!r} has no place" for name in missing]
     if faults:
         raise DeviceMapError(f"the device map does not fit {type(model).__name__}:{_listed(faults)}")
@@ -275,32 +273,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
         places = {device_of(readable, name) for name in group}
         if len(places) > 1:
             logger.warning(f"{', '.join(group)} are one parameter, placed on {len(places)} devices: each gets a copy")
-
-
-def _is_covered(device_map: Mapping[str, object], name: str) -> bool:
-    prefix = name
-    while prefix not in device_map:
-        if not prefix:
-            return False
-        prefix = prefix.rpartition(".")[0]
-    return True
-
-
-def _readable(device_map: Mapping[str, Device | torch.device]) -> Mapping[str, Device | torch.device]:
-    """The map, once each of its devices can be read.
-
-    Raises:
-        DeviceMapError: with all that cannot.
-    """
-    faults: list[str] = []
-    for name, device in device_map.items():
-        try:
-            as_device(device)
-        except DeviceMapError as error:
-            faults.append(f"{name!r}: {error}")
-    if faults:
-        raise DeviceMapError(f"the device map names devices that are none:{_listed(faults)}")
-    return device_map
 
 
 def _check_presence(device_map: Mapping[str, Device]) -> None:

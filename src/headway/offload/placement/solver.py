@@ -111,13 +111,8 @@ def _runs(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence[int] = 
     """Fill the devices in order; None where parts are left over. `floor` is what already passes on a device."""
     found: list[int] = []
     for device, budget in enumerate(budgets):
-        held, passing = 0, floor[device] if floor else 0
-        for part in parts[len(found) :]:
-            held += part.size + part.kept
-            passing = max(passing, part.passing)
-            if held + passing > budget:
-                break
-            found.append(device)
+        end = _end_of_run(parts, budget, len(found), floor[device] if floor else 0)
+        found += [device] * (end - len(found))
     return found if len(found) == len(parts) else None
 
 
@@ -166,8 +161,9 @@ def _best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple
     return None
 
 
-def _end_of_run(parts: Sequence[Part], budget: int, start: int) -> int:
-    held = passing = 0
+def _end_of_run(parts: Sequence[Part], budget: int, start: int, passing: int = 0) -> int:
+    """Up to which part one device takes all from `start` on; `passing` is what already passes on it."""
+    held = 0
     for i in range(start, len(parts)):
         held += parts[i].size + parts[i].kept
         passing = max(passing, parts[i].passing)

@@ -1,13 +1,13 @@
 """How a strategy is driven through an update of a plan: the calls around the step that training would make."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from headway.errors import HeadwayError, UnsupportedError
+from headway.forecasting.tracing.step import autocast
 from headway.precision.base import FullPrecision
 from headway.runtime.collectives.tree import Tree
 from headway.strategies.base import Strategy
@@ -68,7 +68,7 @@ class Forward:
             UnsupportedError: it cannot be computed without values.
         """
         try:
-            with self._saved.watching(), _autocast(self._precision):
+            with self._saved.watching(), autocast(self._precision):
                 return compute()
         except HeadwayError:
             raise
@@ -77,12 +77,6 @@ class Forward:
                 f"the step could not be run on {type(self.model).__name__} without values: {type(error).__name__}: {error}. If it "
                 "reads a value (.item(), if tensor:), remove that; a plan without a step counts no communication"
             ) from error
-
-
-def _autocast(precision: str) -> AbstractContextManager[object]:
-    if precision == "no":
-        return nullcontext()
-    return torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
 class StepDriver:

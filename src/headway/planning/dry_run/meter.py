@@ -1,7 +1,7 @@
 """What one update sends and computes, counted at the operations themselves: bytes by collective and axis, and FLOPs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from headway.config.layout.mesh import Layout
+from headway.forecasting.tracing.work import flops_of
+from headway.strategies.fully_sharded.gradients import local
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),
@@ -127,7 +128,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage
         else:
-            self._computed(_flops(func, args, kwargs, result))
+            self._computed(flops_of(func, args, kwargs, result))
         return result
 
     def _computed(self, flops: int) -> None:
@@ -194,25 +195,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    own = _NOT_REGISTERED.get(func._schema.name)
-    return own(*args) if own is not None else 0
-
-
-# torch counts the kernels of accelerators only, and plans run on none.
-_NOT_REGISTERED: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
-        sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-    ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: int(
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-    ),
-}
-
-
 class ActivationMeter:
     """What autograd keeps for backward, each storage once.
 
@@ -274,8 +256,3 @@ class _Kept:
     def __del__(self) -> None:
         if self._address:
             self._saved.free(self._address)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

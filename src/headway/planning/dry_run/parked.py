@@ -1,18 +1,14 @@
 """Activations that a trace moves to host memory: gone from the device, but for the copy under way."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headway.forecasting.tracing.fake import Spread
-from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
 from headway.training.recompute.offload import CopyLane, Host, Names, Ways, pretending
 
 
@@ -62,16 +58,6 @@ class Numbers(Names):
         """Nothing: no number is given twice."""
 
 
-def offloaded(spread: Spread | None) -> Spread:
-    """The same, with activations that are to be offloaded moved away."""
-
-    @contextmanager
-    def run(model: nn.Module) -> Iterator[StepEngine]:
-        with pretending(Ways(TracedLane, FakeTensor, Numbers(), from_host=True)):
-            if spread is None:
-                yield SingleProcessEngine(model)
-                return
-            with spread(model) as engine:
-                yield engine
-
-    return run
+def moved_to_host() -> AbstractContextManager[None]:
+    """A block in which activations that are to be offloaded leave the traced device."""
+    return pretending(Ways(TracedLane, FakeTensor, Numbers(), from_host=True))

@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,10 @@ class ScriptDryRun:
             caveat = f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another path"
             found = replace(found, caveats=(*found.caveats, caveat))
         late = self._late()
-        if late and self.num_updates >= STEPS:
+        if self.num_updates < STEPS:
+            caveat = "the script ended after its first update; what later updates add is not in the numbers"
+            found = replace(found, caveats=(*found.caveats, caveat))
+        elif late:
             caveat = (
                 f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {STEPS} times when another "
                 f"had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
@@ -285,30 +288,16 @@ def rehearsed(rehearsal: ScriptDryRun) -> type[Accelerator]:
     return DryRunAccelerator
 
 
-@dataclass(frozen=True)
-class ScriptDryRunState:
-    """What a rehearsal gave.
-
-    Attributes:
-        trace: the memory of the script's first updates.
-        batch_size: samples of its first batch; None: not known.
-        precision: of its Accelerator.
-        is_partial: the script ended before its second update.
-    """
-
-    trace: Trace
-    batch_size: int | None
-    precision: str
-    is_partial: bool
-
-
-def rehearse(script: Path, arguments: Sequence[str], device: Device) -> ScriptDryRunState:
+def rehearse(script: Path, arguments: Sequence[str], device: Device) -> tuple[Trace, int]:
     """Run a script up to its second update; for a process that does nothing else.
 
     Args:
         script: a Python file with a training loop on Headway's Accelerator, or on Accelerate's where Headway stands in for it.
         arguments: its own.
         device: the target.
+
+    Returns:
+        The memory of its first updates, and the samples of its first batch; 0: not known.
 
     Raises:
         ConfigError: there is no such file, or it made no update.
@@ -346,4 +335,4 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> ScriptDr
         raise ConfigError(
             f"{script} made no update: it must prepare a model, an optimizer and a loader with an Accelerator, and step the optimizer"
         )
-    return ScriptDryRunState(trace, rehearsal.batch_size, rehearsal.precision, rehearsal.num_updates < STEPS)
+    return trace, rehearsal.batch_size or 0

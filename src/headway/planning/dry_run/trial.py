@@ -1,6 +1,5 @@
 """One update of one rank: a model without memory prepared, called, and stepped on fake tensors; what it held and sent."""
 
-import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -8,24 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.config.layout.mesh import Layout
 from headway.config.layout.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.step import mark_model
+from headway.forecasting.tracing.fake import fill
+from headway.forecasting.tracing.step import MakeOptimizer, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
 from headway.planning.dry_run.fake_collectives import PeerAnswer
-from headway.planning.dry_run.fake_group import RealStaysReal, pretend
-from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume, local
-from headway.planning.dry_run.preparation import chosen, spread
+from headway.planning.dry_run.fake_group import RealStaysReal
+from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
+from headway.planning.dry_run.preparation import as_rank
 from headway.planning.shares import TensorShare, pieces, storage_bytes
 from headway.strategies.base import Strategy
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+from headway.strategies.fully_sharded.gradients import local
 
 
 @dataclass(frozen=True)
@@ -97,26 +97,15 @@ def rehearse(
         machine_ranks: ranks on one machine.
         told: by the other ranks of a pipeline.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with pretend(layout.num_ranks, rank):
-        with init_empty_weights(include_buffers=True):
-            model = make()
-        options = options or EngineOptions()
-        strategy = chosen(layout, machine_ranks, precision, options, told)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake:
-            _fill(model)
-        # Outside of the mode, in which the numbers of a mesh would have no values either.
-        spread(model, strategy, options)
+    with init_empty_weights(include_buffers=True):
+        model = make()
+    options, fake = options or EngineOptions(), FakeTensorMode(allow_non_fake_inputs=True)
+    fill(model, fake)
+    # Outside of the mode, in which the numbers of a mesh would have no values either.
+    with as_rank(model, layout, rank, machine_ranks, precision, options, told) as strategy:
         drive = _drive(strategy, model, layout, options, step)
         modes = [fake, RealStaysReal()]  # type: ignore[no-untyped-call]
-        found = run(model, layout, step, make_optimizer, precision, modes, drive)
-        if strategy is not None:
-            strategy.release()
-        del model, strategy
-        gc.collect()  # engines hold their models in circles, and a second layout would come on top
-    return found
+        return run(model, layout, step, make_optimizer, precision, modes, drive)
 
 
 def _drive(
@@ -125,19 +114,6 @@ def _drive(
     if strategy is not None and layout.pp > 1:
         return Pipeline(strategy, (options.pipeline or PipelineOptions()).schedule, step)
     return CutSequences(strategy, model) if strategy is not None and layout.cp > 1 else StepDriver()
-
-
-def _fill(model: nn.Module) -> None:
-    """Memory for the model, which is fake in a fake mode. torch's to_empty gives each name of a tied parameter its own."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                held.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device="cpu")
-    for (first, its_name), *others in held.values():
-        for module, name in others:
-            module._parameters[name] = first._parameters[its_name]
 
 
 def run(

@@ -1,6 +1,6 @@
 """Optimizers whose own update cannot run on tensors without values, made so that it can; on real tensors they are what they were."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -10,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from headway.common.optional import require
+from headway.forecasting.tracing.step import MakeOptimizer
 from headway.forecasting.tracing.tensors import plain
-
-Maker = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
 
 class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,7 +25,7 @@ class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def reading(base: Any, **options: Any) -> Maker:
+def reading(base: Any, **options: Any) -> MakeOptimizer:
     """An optimizer that reads the sizes of its steps from tensors: what it reads decides nothing about memory."""
 
     class Reading(base):

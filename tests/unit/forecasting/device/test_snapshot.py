@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.forecast.snapshot import compare
 from headway.errors import DataError
-from headway.forecasting.device.snapshot import compare
 
 MIB = 1 << 20
 

@@ -218,7 +218,7 @@ def test_maps_as_users_write_them():
         resolve_device_map(model, "automatic")
     with pytest.raises(DeviceMapError, match="uses accelerator 99; this machine has"):
         resolve_device_map(model, {"": 99})
-    with pytest.raises(DeviceMapError, match=r"'a': 'x' is not a device.*\n.*'b': 'y' is not a device"):
+    with pytest.raises(DeviceMapError, match=r"(?s)'a': 'x' is not a device.*\n.*'b': 'y' is not a device"):
         resolve_device_map(model, {"a": "x", "b": "y"})
 
 

@@ -84,7 +84,7 @@ def test_chunks_have_the_shapes_of_torchs(size, chunks):
 def test_every_ranks_share_follows_from_one_rank(strategy):
     layout = parse(strategy).resolve(6)
     first = rehearse(llama, layout, 0, loss, adamw)
-    shares = RankShares(layout, first.pieces, first.states, first.buffers)
+    shares = RankShares(layout, first.pieces, first.states, [first.buffers])
     for rank in range(6):
         own, share = rehearse(llama, layout, rank, loss, adamw), shares.of(rank)
         assert (own.weights + own.buffers, own.gradients, own.optimizer_state) == (

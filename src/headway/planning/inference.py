@@ -1,23 +1,19 @@
 """What running a model takes: its sizes, what of it this machine holds, and the rate that reading its weights allows."""
 
 import inspect
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from headway.common.optional import require
-from headway.errors import ConfigError, DeviceMapError
+from headway.errors import DeviceMapError
 from headway.offload.placement.bandwidth import copy_bandwidth, disk_bandwidth, memory_bandwidth
 from headway.offload.placement.budget import OFFLOAD, Device
 from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
 from headway.offload.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
-from headway.offload.placement.skeleton import init_empty_weights
 from headway.offload.placement.workload import Workload, cache_and_outputs
 from headway.runtime.device import detect
 from headway.weights.files import WeightFiles, open_checkpoint
@@ -103,62 +99,6 @@ class Bandwidths:
 
 def _torch_device(device: Device) -> torch.device:
     return torch.device(detect().kind, device) if isinstance(device, int) else torch.device(device)
-
-
-def skeleton_from(folder: str | Path) -> nn.Module:
-    """The model that a local folder's `config.json` describes, without memory; code in the folder is not run.
-
-    Raises:
-        ConfigError: no folder, no config, or one that transformers builds no model of.
-        OptionalDependencyMissing: transformers is not installed.
-    """
-    folder = Path(folder)
-    if not os.path.isfile(folder / "config.json"):
-        raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
-    return skeleton_of(config_of(folder), str(folder))
-
-
-def config_of(folder: str | Path) -> Any:
-    """The transformers config of a local folder, or of a file like its config.json.
-
-    Raises:
-        ConfigError: transformers cannot read it.
-        OptionalDependencyMissing: transformers is not installed.
-    """
-    transformers = require("transformers", "building a model from its config.json needs", "transformers")
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
-        raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
-
-
-def skeleton_of(
-    config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
-) -> nn.Module:
-    """The model of a transformers config, without memory.
-
-    Args:
-        where: the config comes from, for messages.
-        kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
-        include_buffers: as for `init_empty_weights`.
-
-    Raises:
-        ConfigError: transformers builds none.
-    """
-    transformers = require("transformers", "building a model from its config.json needs", "transformers")
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    try:
-        with init_empty_weights(include_buffers=include_buffers):
-            if named and named[0] is not None:
-                model = named[0](config)
-            else:
-                autos = [getattr(transformers, kind) for kind in kinds]
-                auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
-                model = auto.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{where}: transformers cannot build a model from its config.json: {error}") from error
-    assert isinstance(model, nn.Module)
-    return model
 
 
 def stored_weights(folder: str | Path) -> WeightFiles | None:
