@@ -87,7 +87,7 @@ def test_batches_come_over_a_side_stream_from_pinned_memory(scenes: dict[str, An
     assert scenes["transfers"]["waiting"]["waits"] == 7
     # (copies into pinned memory, waits for copies): of fresh and of foreign pinned tensors, and the same of pageable ones.
     assert scenes["pinned_source"] == [0, 0, 0, 1, 1, 0, 1, 0]
-    assert scenes["without_record_stream"] == "WaitingTransfer"
+    assert scenes["without_record_stream"] == "BlockingTransfer"
     assert scenes["workers_pin"] == [False, True]
 
 
