@@ -1,4 +1,4 @@
-# make demo: train a small GPT on this machine.   make test: the whole suite.   Both do their own set-up.
+# make demo: train a small GPT on this machine.   make test: the suite; make test-all: with its matrices.   All do their own set-up.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ CUDA := build/cuda
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test again check unit docs bench gpu cuda cluster sweep clean
+.PHONY: setup demo test test-all again check unit docs bench gpu cuda cluster sweep clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,9 @@ unit: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" tests/unit tests/house
 
 test: check
+	$(BIN)/pytest -q -n 3 --dist loadfile -m "not slurm and not matrix" tests || $(MAKE) --no-print-directory again
+
+test-all: check
 	$(BIN)/pytest -q -n 3 --dist loadfile -m "not slurm" tests || $(MAKE) --no-print-directory again
 
 # Real processes on a busy machine: what failed runs once more, alone. Both results are printed; what fails twice is broken.

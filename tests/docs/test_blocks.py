@@ -32,6 +32,7 @@ def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "page", module)
     process.reset()
     torch.manual_seed(0)
+    _number_event_files_from_0(monkeypatch)
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), patch.dict(os.environ):  # what a page sets is not for the tests after it
@@ -46,6 +47,13 @@ def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
                     assert block.text.strip() in printed.getvalue(), f"{page.name}:{block.line}"
     finally:
         process.reset()
+
+
+def _number_event_files_from_0(monkeypatch):
+    """TensorBoard reads files of one process and second in the order of their names: ".10" before ".9"."""
+    writer = sys.modules.get("tensorboard.summary.writer.event_file_writer")
+    if writer is not None:
+        monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
 
 def test_the_tutorial_is_one_script_that_runs_on_two_processes(tmp_path):
