@@ -16,6 +16,8 @@ from headway.checkpoint.format.manifest import read_manifest
 from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError
 from headway.runtime import process
+from headway.runtime.control_plane.attendance import Attendance
+from headway.runtime.control_plane.control import current
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
@@ -417,3 +419,20 @@ def test_ranks_that_name_different_folders_write_to_that_of_rank_0(tmp_path):
         wanted = "own 1 on rank 1 and"
         assert [sum(wanted in message for message in each[2]) for each in (first, second)] == [0, 1], (first, second)
         assert first[3] == {"weight": (4, 4), "bias": (4,)}
+
+
+def call_forty_times():
+    accelerator = Accelerator(cpu=True)
+    attendance = process.current().scope.own(Attendance)
+    found = []
+    for _ in range(40):
+        assert attendance.who_comes("a call").ranks == (0, 1)
+        found.append(attendance._key(str(attendance._place)))
+    accelerator.wait_for_everyone()
+    names = (str(accelerator.process_index), "count", "all")
+    return [any(current().has(f"{key}/{name}") for name in names) for key in found]
+
+
+def test_calls_of_long_ago_leave_nothing_in_the_store():
+    for kept in run_ranks(call_forty_times, 2):
+        assert kept == [False] * 24 + [True] * 16

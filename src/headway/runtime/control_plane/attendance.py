@@ -16,6 +16,7 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +46,12 @@ _SOON = 0.02
 
 _TOGETHER = 0.1
 """Seconds for all ranks to come to a call before each of those that have not is looked at."""
+
+_LOOKS = 500
+"""Looks a second that all ranks together make at most: one store answers them."""
+
+_KEPT = 16
+"""Calls whose keys stay in the store: nobody is that far behind who still asks."""
 
 _READ = timedelta(seconds=30)
 
@@ -81,6 +88,8 @@ class Attendance:
     def __init__(self) -> None:
         self._place: Place = (0, 0, 0, "")
         self._told: list[object] = []
+        self._asked: deque[str] = deque()
+        self._look = _LOOK
         self._control: Control | None = None
         self._name = ""
         self._over = threading.Event()
@@ -92,6 +101,7 @@ class Attendance:
             return
         self._control = current()
         self._name = str(next(scope.own(_starts)))
+        self._look = max(_LOOK, runtime.world_size / _LOOKS)
         heartbeat.before_shutdown(self.stop)
         process.at_end(self.stop)
         process.at_end(self.count_group, is_engine=True)
@@ -150,6 +160,7 @@ class Attendance:
 
     def _ask(self, control: Control, site: str) -> Attended:
         key = self._key(str(self._place))
+        self._forget(control, key)
         control.set(f"{key}/{control.rank}", b"")
         if control.count(f"{key}/count") == control.world_size:
             control.set(f"{key}/all", b"")
@@ -165,6 +176,14 @@ class Attendance:
             control.count(self._key("waiting"), -1)
         ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
         return Attended(ranks, site, "; ".join(f"{named([rank])} {gone[rank]}" for rank in sorted(gone)))
+
+    def _forget(self, control: Control, key: str) -> None:
+        """Keys of calls long ago go: the store must not grow with a run's saves."""
+        self._asked.append(key)
+        if len(self._asked) > _KEPT:
+            former = self._asked.popleft()
+            for name in (str(control.rank), *(("count", "all") if control.rank == 0 else ())):
+                control.delete(f"{former}/{name}")
 
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
         """The ranks that have gone on, with where to."""
@@ -202,7 +221,7 @@ class Attendance:
         assert self._control is not None
         is_asked = False
         try:
-            while not self._over.wait(_SOON if is_asked else _LOOK):
+            while not self._over.wait(_SOON if is_asked else self._look):
                 is_asked = self._control.count(self._key("waiting"), 0) > 0
                 if is_asked:
                     self._tell(self._control, self._place)
