@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 
 from tests.house.tree_of_source import ROOT, modules, parsed, project_files, shown
 
@@ -55,6 +56,16 @@ def test_first_lines_end_like_sentences():
 def test_no_junk_drawers():
     found = [shown(file) for file in project_files() if DRAWERS & set(re.split(r"[_\-.]", file.name.lower()))]
     assert found == []
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Accelerate's changeable settings have the names of Headway's, which they extend."""
+    names = Counter(
+        node.name
+        for file in modules("src") if file.name != "changeable.py"
+        for node in parsed(file).body if isinstance(node, ast.ClassDef)
+    )  # fmt: skip
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_weights_or_checkpoints_are_committed():

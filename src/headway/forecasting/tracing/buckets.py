@@ -21,7 +21,7 @@ from headway.forecasting.tracing.step import StepEngine
 _MIB = 1 << 20
 
 
-class Replica(StepEngine):
+class BucketedReplica(StepEngine):
     """A whole model on each rank, whose gradients are summed by DDP.
 
     Args:
@@ -92,4 +92,4 @@ def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEng
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return StepEngine(model)
     is_fixed = options.find_unused_parameters and not options.static_graph
-    return Replica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
+    return BucketedReplica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
