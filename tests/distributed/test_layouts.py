@@ -46,7 +46,9 @@ def train(tasks: list[Task], layout: str) -> list[Curve]:
     return [prepared(task, layout) for task in tasks]
 
 
-@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize(
+    "row", ["fsdp x2", *(pytest.param(row, marks=pytest.mark.matrix) for row in TABLE if row != "fsdp x2")]
+)
 def test_the_hand_written_loop_is_reproduced(row):
     num_ranks, layout, tasks = TABLE[row]
     per_rank = run_ranks(train, num_ranks, list(tasks.values()), layout, timeout=300)
