@@ -13,6 +13,7 @@ Where two calls could be meant, as rank 0 comes to one line and rank 1 to anothe
 
 import itertools
 import json
+import math
 import sys
 import threading
 import time
@@ -45,9 +46,9 @@ _SOON = 0.02
 """Seconds between answers while somebody does."""
 
 _TOGETHER = 0.1
-"""Seconds for all ranks to come to a call before each of those that have not is looked at."""
+"""Seconds for all ranks to come to a call before the first to come looks at each of those that have not."""
 
-_LOOKS = 500
+_LOOKS = 2000
 """Looks a second that all ranks together make at most: one store answers them."""
 
 _KEPT = 16
@@ -89,7 +90,7 @@ class Attendance:
         self._place: Place = (0, 0, 0, "")
         self._told: list[object] = []
         self._asked: deque[str] = deque()
-        self._look = _LOOK
+        self._look, self._soon = _LOOK, _SOON
         self._control: Control | None = None
         self._name = ""
         self._over = threading.Event()
@@ -101,7 +102,7 @@ class Attendance:
             return
         self._control = current()
         self._name = str(next(scope.own(_starts)))
-        self._look = max(_LOOK, runtime.world_size / _LOOKS)
+        self._look, self._soon = (max(seconds, runtime.world_size / _LOOKS) for seconds in (_LOOK, _SOON))
         heartbeat.before_shutdown(self.stop)
         process.at_end(self.stop)
         process.at_end(self.count_group, is_engine=True)
@@ -162,27 +163,35 @@ class Attendance:
         key = self._key(str(self._place))
         self._forget(control, key)
         control.set(f"{key}/{control.rank}", b"")
-        if control.count(f"{key}/count") == control.world_size:
-            control.set(f"{key}/all", b"")
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < _TOGETHER:
-            if control.has(f"{key}/all"):
-                return Attended(tuple(range(control.world_size)), site)
-            time.sleep(min(_SOON, waited / 20))
-        control.count(self._key("waiting"))
-        try:
-            gone = self._find_absent(control, key)
-        finally:
-            control.count(self._key("waiting"), -1)
+        arrived = control.count(f"{key}/count")
+        if arrived == control.world_size:
+            control.set_once(f"{key}/gone", b"{}")
+        elif arrived == 1 and not self._is_decided(control, key, _TOGETHER):
+            control.count(self._key("waiting"))
+            try:
+                control.set_once(f"{key}/gone", json.dumps(self._find_absent(control, key)).encode())
+            finally:
+                control.count(self._key("waiting"), -1)
+        self._is_decided(control, key, math.inf)
+        gone = {int(rank): where for rank, where in json.loads(control.get(f"{key}/gone", _READ)).items()}
         ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
         return Attended(ranks, site, "; ".join(f"{named([rank])} {gone[rank]}" for rank in sorted(gone)))
+
+    def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
+        """Is it known who comes? It is waited for so long; the first to come finds out, unless the last one does."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < seconds:
+            if control.has(f"{key}/gone"):
+                return True
+            time.sleep(min(self._soon, waited / 20))
+        return False
 
     def _forget(self, control: Control, key: str) -> None:
         """Keys of calls long ago go: the store must not grow with a run's saves."""
         self._asked.append(key)
         if len(self._asked) > _KEPT:
             former = self._asked.popleft()
-            for name in (str(control.rank), *(("count", "all") if control.rank == 0 else ())):
+            for name in (str(control.rank), *(("count", "gone") if control.rank == 0 else ())):
                 control.delete(f"{former}/{name}")
 
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
@@ -191,7 +200,7 @@ class Attendance:
         sequence = _sequence()
         exchanges, batches, calls, _ = self._place
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
-        while undecided and not control.has(f"{key}/all"):
+        while undecided and not control.has(f"{key}/gone"):
             for rank in list(undecided):
                 place, number, where = self._answer(control, rank)
                 # Looked for last: who has come goes on with all that have.
@@ -203,7 +212,7 @@ class Attendance:
                 ):
                     undecided.remove(rank)
                     gone[rank] = where
-            time.sleep(_SOON)
+            time.sleep(self._soon)
         return gone
 
     def _answer(self, control: Control, rank: int) -> tuple[Place, int, str]:
@@ -221,7 +230,7 @@ class Attendance:
         assert self._control is not None
         is_asked = False
         try:
-            while not self._over.wait(_SOON if is_asked else self._look):
+            while not self._over.wait(self._soon if is_asked else self._look):
                 is_asked = self._control.count(self._key("waiting"), 0) > 0
                 if is_asked:
                     self._tell(self._control, self._place)
