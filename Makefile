@@ -39,10 +39,10 @@ unit: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" tests/unit tests/house
 
 test: check
-	$(BIN)/pytest -q -n 3 --dist loadfile -m "not slurm and not matrix" tests || $(MAKE) --no-print-directory again
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not matrix" tests || $(MAKE) --no-print-directory again
 
 test-all: check
-	$(BIN)/pytest -q -n 3 --dist loadfile -m "not slurm" tests || $(MAKE) --no-print-directory again
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm" tests || $(MAKE) --no-print-directory again
 
 # Real processes on a busy machine: what failed runs once more, alone. Both results are printed; what fails twice is broken.
 again:
