@@ -38,9 +38,9 @@ accelerator.gather(torch.ones(1))
 
 
 # NCCL's recorder in the place of its one function, as there is no GPU: two ranks enqueue, and rank 0 waits for its device.
+# The engine's recorder is replaced before there is a group: what looks for it remembers what it finds.
 DEVICE = (
-    PLAIN
-    + f"""
+    f"""
 import sys, threading
 sys.path.append({str(Path(__file__).parents[2])!r})
 from tests.unit.runtime.nccl_dump import dump, entry
@@ -48,6 +48,7 @@ import torch._C._distributed_c10d as engine
 queue = [entry(1, "broadcast", "completed"), entry(2, "all_reduce", "completed")]
 engine._dump_nccl_trace_json = lambda all=True: dump(queue, all)
 """
+    + PLAIN
 )
 
 
