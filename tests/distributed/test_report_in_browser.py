@@ -24,7 +24,7 @@ PROBE = """
 Element.prototype.setPointerCapture = () => {};  // made-up pointers cannot be captured
 window.requestAnimationFrame = (draw) => setTimeout(draw, 1);  // under virtual time there may be no frames
 console.info("the probe speaks");
-const told = {}, frames = () => new Promise((done) => setTimeout(done, 50));
+const told = {}, frames = () => new Promise((done) => setTimeout(done, 200));
 const plots = [...document.querySelectorAll(".plot")], first = plots[0];
 const labels = (plot, isUp) => [...plot.querySelectorAll("text")]
   .filter((text) => (Number(text.getAttribute("x")) === 48) === isUp).map((text) => text.textContent);
