@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.columns import columns
+from headway.common.text import columns
 from headway.common.units import format_bytes
 from headway.config.strategies import EngineOptions
 from headway.config.values import check_count

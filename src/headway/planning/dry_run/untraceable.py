@@ -54,7 +54,7 @@ def adamw8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         subclass_8bit.get_qmap_signed()
         subclass_8bit.get_qmap_unsigned()
 
-    class AdamW8bit(found.AdamW8bit):  # type: ignore[name-defined]
+    class UncompiledAdamW8bit(found.AdamW8bit):  # type: ignore[name-defined]
         def step(self, closure: Any = None) -> Any:
             own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
             if not any(isinstance(part, FakeTensor) for each in own for part in plain(each)):
@@ -73,19 +73,19 @@ def adamw8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
             moments = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
             del moments
 
-    return AdamW8bit(list(parameters))
+    return UncompiledAdamW8bit(list(parameters))
 
 
 def adamw8bit_of_bitsandbytes(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     """bitsandbytes' AdamW8bit; what its kernel needs is in the tables of `forecasting/device/kernels.py`."""
     bitsandbytes = require("bitsandbytes", "optimizer='adamw8bit_bnb' needs", "bitsandbytes")
 
-    class AdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
+    class TabulatedAdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
         def fill_qmap(self) -> None:
             with _disable_current_modes():  # tables of its codes, which it makes value by value
                 super().fill_qmap()
 
-    return AdamW8bit(list(parameters))
+    return TabulatedAdamW8bit(list(parameters))
 
 
 class MuonAndAdamW(optim.Optimizer):

@@ -40,7 +40,7 @@ SAVE = "save_state"
 """How a save is called where ranks wait for others to come to it."""
 
 _LOOK = 0.2
-"""Seconds between looks whether somebody waits."""
+"""Seconds between looks for somebody who waits."""
 
 _SOON = 0.02
 """Seconds between answers while somebody does."""
@@ -178,7 +178,7 @@ class Attendance:
         return Attended(ranks, site, "; ".join(f"{named([rank])} {gone[rank]}" for rank in sorted(gone)))
 
     def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
-        """Is it known who comes? It is waited for so long; the first to come finds out, unless the last one does."""
+        """Is it known who comes, or will it be within so many seconds? The first rank to come finds out, or the last one does."""
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds:
             if control.has(f"{key}/gone"):
