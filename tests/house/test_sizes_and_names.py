@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 
+from tests.conftest import MATRICES
 from tests.house.tree_of_source import ROOT, modules, parsed, project_files, shown
 
 MAX_LINES = 500
@@ -66,6 +67,11 @@ def test_a_class_has_a_name_of_its_own():
         for node in parsed(file).body if isinstance(node, ast.ClassDef)
     )  # fmt: skip
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_matrices_are_there():
+    """A file that has moved would slip into `make test` again."""
+    assert [name for name in MATRICES if not (ROOT / "tests" / name).exists()] == []
 
 
 def test_no_weights_or_checkpoints_are_committed():
