@@ -1,7 +1,7 @@
 """Compares several layouts of one run, starting with the cheapest that fits."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
+from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
@@ -20,6 +21,10 @@ from headway.planning.dry_run.trial import rehearse
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome
 from headway.planning.table import tabulate
+
+
+_CARD = replace(DEVICES["h100"], cublas=0)
+"""Whose kernels a plan counts; the workspaces of cuBLAS are as large whatever the model."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ def plan(
         precision=precision,
         options=options,
         machine_ranks=machine_ranks,
+        device=_CARD,
     )
     if layout.pp > 1:
         trials = rehearse_stages(layout, lambda rank, told: trial(rank, told=told))

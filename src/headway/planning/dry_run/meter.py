@@ -113,6 +113,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._layout = layout
         self._groups: dict[str, tuple[str, list[int]]] = {}
         self.events: list[PlanEvent] = []
+        self._arriving: dict[int, tuple[torch.UntypedStorage, PlanEvent]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,16 +121,25 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as what it does to the local tensors
         kwargs = kwargs or {}
+        if self._arriving and not func.is_view:
+            self._read(args)
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
             self._exchanged(func, (*args, *kwargs.values()), result)
-        elif func.namespace == "fsdp":
+        elif func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat":  # that is a copy of gradients, which goes
             for tensor in _tensors(kwargs.get("out")):
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage
         else:
             self._computed(flops_of(func, args, kwargs, result))
         return result
+
+    def _read(self, args: tuple[Any, ...]) -> None:
+        """A rank waits for a message where it first reads it: schedules post receives long before."""
+        for tensor in _tensors(args):
+            arrived = self._arriving.pop(tensor.untyped_storage()._cdata, None)
+            if arrived is not None:
+                self.events.append(arrived[1])
 
     def _computed(self, flops: int) -> None:
         self.flops[self.phase] += flops
@@ -141,6 +151,10 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         if name.startswith("recv") and self._layout.pp > 1:
             self._note("recv", 0, args)
+            event = self.events.pop()
+            for tensor in _tensors(args):
+                storage = tensor.untyped_storage()
+                self._arriving[storage._cdata] = storage, event
         if any(word in name for word in _SILENT):
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)

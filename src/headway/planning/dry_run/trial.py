@@ -13,9 +13,10 @@ from headway.config.layout.mesh import Layout
 from headway.config.layout.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import UnsupportedError
-from headway.forecasting.device.devices import find
+from headway.forecasting.device.devices import Device, find
+from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.fake import fill
-from headway.forecasting.tracing.step import MakeOptimizer, mark_model
+from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
@@ -83,6 +84,7 @@ def rehearse(
     options: EngineOptions | None = None,
     machine_ranks: int = 8,
     told: PeerAnswer | None = None,
+    device: Device | None = None,
 ) -> StepDryRun:
     """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
 
@@ -96,7 +98,9 @@ def rehearse(
         options: of the engines.
         machine_ranks: ranks on one machine.
         told: by the other ranks of a pipeline.
+        device: whose kernels are counted; None: a CPU's.
     """
+    device = device or find("cpu")
     with init_empty_weights(include_buffers=True):
         model = make()
     options, fake = options or EngineOptions(), FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,8 +108,8 @@ def rehearse(
     # Outside of the mode, in which the numbers of a mesh would have no values either.
     with as_rank(model, layout, rank, machine_ranks, precision, options, told) as strategy:
         drive = _drive(strategy, model, layout, options, step)
-        modes = [fake, RealStaysReal()]  # type: ignore[no-untyped-call]
-        return run(model, layout, step, make_optimizer, precision, modes, drive)
+        modes = [substituted(device, precision), fake, RealStaysReal()]  # type: ignore[no-untyped-call]
+        return run(model, layout, step, make_optimizer, precision, modes, drive, device)
 
 
 def _drive(
@@ -124,13 +128,16 @@ def run(
     precision: str = "no",
     within: Iterable[AbstractContextManager[Any]] = (),
     drive: StepDriver | None = None,
+    device: Device | None = None,
 ) -> StepDryRun:
     """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
 
     Args:
         within: modes in which to run.
         drive: how the layout's strategy is driven; None: the model's own calls do everything.
+        device: whose kernels are counted; None: a CPU's.
     """
+    device = device or find("cpu")
     # What is on other stages of a pipeline is without memory.
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     buffers = storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
@@ -140,17 +147,19 @@ def run(
         return StepDryRun(cut, buffers, weights)
     meter = StepMeter(layout)
     saved = ActivationMeter(meter, own)
-    memory = StorageTracker(find("cpu"))
+    memory = StorageTracker(device)
     optimizer, drive = None, drive or StepDriver()
     with ExitStack() as stack:
         for mode in within:
             stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
+            if device.is_cuda:
+                as_on_cuda(optimizer)
         forward = Forward(step, model, precision, saved)
         drive.warm_up(forward)
         saved.forget()
-        with memory, meter:
+        with meter, memory:  # the inner one sees parts first: DTensors compute shapes on whole tensors
             memory.enter("forward")
             mark_model(model, memory)
             drive.update(forward, meter)

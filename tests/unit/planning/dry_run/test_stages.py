@@ -39,8 +39,8 @@ def four():
     return Chain(depth=4)
 
 
-def of(schedule, num=8, make=four, ranks=4, strategy="pp"):
-    return plan(make, strategy, ranks, step=Rows(8), kwargs_handlers=[PipelineOptions(schedule, num)])
+def of(schedule, num=8, make=four, ranks=4, strategy="pp", rows=8):
+    return plan(make, strategy, ranks, step=Rows(rows), kwargs_handlers=[PipelineOptions(schedule, num)])
 
 
 def test_stages_by_hand():
@@ -93,6 +93,21 @@ def test_the_bubble_of_equal_stages(schedule):
     taken = simulate(lanes, lambda event: event.amount)
     assert taken == 3 * (6 + 4 - 1)
     assert [lane.busy for lane in lanes] == [18] * 4
+
+
+@pytest.mark.parametrize("num_stages, num", [(4, 8), (4, 16), (2, 8)])
+def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
+    """Of two stages a rank, and backward in two equal halves where it is split; the first stage has no gradient of inputs."""
+    idle = {}
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"):
+        found = of(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
+        lanes = [StageTimeline(stage.events, stage.share.rank) for stage in found.stages]
+        taken = simulate(lanes, lambda event: event.amount if event.kind == "compute" else 0.0)
+        idle[schedule] = 1 - lanes[-1].busy / taken
+    rest = num_stages - 1
+    theory = {"gpipe": num, "1f1b": num, "interleaved": 2 * num, "zero_bubble": 6 * num, "zbv": 6 * num}
+    assert idle == pytest.approx({name: rest / (work + rest) for name, work in theory.items()}, abs=0.02)
+    assert idle["1f1b"] > idle["interleaved"] > idle["zero_bubble"]
 
 
 def test_stages_that_wait_for_each_other_are_said():
