@@ -1,6 +1,7 @@
 """`headway plan` against real ranks: what a plan says of each rank is what that rank holds and sends on gloo."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from headway import Accelerator, PipelineOptions
 from headway.config.layout.mesh import parse
+from headway.config.strategies import EngineOptions
 from headway.planning.compare import plan
 from headway.planning.dry_run.drive import CutSequences, Pipeline
 from headway.planning.dry_run.meter import StepMeter
+from headway.planning.dry_run.stages import rehearse_stages
 from headway.planning.dry_run.trial import rehearse, run
+from headway.planning.outcome import outcome
 from headway.planning.sources import unmasked
 from tests.distributed.ranks import run_ranks
 
@@ -187,7 +191,11 @@ def without_handshakes(volumes):
 def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
     real = run_ranks(on_stages, num_ranks, num_ranks)
     for index, (make, strategy, options, make_optimizer) in enumerate(PIPELINES[num_ranks]):
-        planned = plan(make, strategy, num_ranks, step=Text(6), optimizer=make_optimizer, kwargs_handlers=[options])
+        layout = parse(strategy).resolve(num_ranks)
+        given = {"step": Text(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
+        dry_run = partial(rehearse, make, layout, **given)  # by a CPU's kernels, as these ranks
+        trials = rehearse_stages(layout, lambda rank, told, dry_run=dry_run: dry_run(rank, told=told))
+        planned = outcome(strategy, layout, trials, 0)
         for rank, results in enumerate(real):
             trial, (weights, gradients, state) = results[index]
             share = planned.shares.of(rank)

@@ -22,7 +22,6 @@ from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome
 from headway.planning.table import tabulate
 
-
 _CARD = replace(DEVICES["h100"], cublas=0)
 """Whose kernels a plan counts; the workspaces of cuBLAS are as large whatever the model."""
 

@@ -19,7 +19,7 @@ class ClusterRates:
     Attributes:
         machine_ranks: ranks on one machine.
         intra: bytes a second that a rank sends to others of its machine.
-        inter: bytes a second that a rank sends to other machines.
+        inter: bytes a second that a rank's own network card sends to other machines.
         flops: a second and rank, as they are reached, not as they are advertised.
         memory: bytes of a device; None: no limit.
     """
@@ -39,8 +39,7 @@ class ClusterRates:
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
         """Do the groups along this axis lie on one machine each?"""
-        named = {"shard", "cp"} if axis == SHARED else set(axis.split("x"))
-        axes = named & layout.sizes.keys() or set(layout.sizes)
+        axes = self._named(axis, layout)
         stride, span, block = layout.num_ranks, 0, 1
         for name, size in layout.sizes.items():
             stride //= size
@@ -50,8 +49,24 @@ class ClusterRates:
         return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
 
     def rate(self, axis: str, layout: Layout) -> float:
-        """Bytes a second that a rank sends along this axis."""
-        return self.intra if self.is_within_machine(axis, layout) else self.inter
+        """Bytes a second that a rank sends along this axis.
+
+        NCCL runs a ring through each network card of a group's ranks on a machine: eight ranks side by side send eight times what
+        one of them could, up to what the links within the machine carry; a rank whose group is elsewhere has its own card only.
+        """
+        if self.is_within_machine(axis, layout):
+            return self.intra
+        stride, side_by_side = layout.num_ranks, 1
+        for name, size in layout.sizes.items():
+            stride //= size
+            if name in self._named(axis, layout):
+                side_by_side *= max(1, min(size, self.machine_ranks // stride))
+        return self.inter if side_by_side == 1 else min(self.intra, self.inter * side_by_side)
+
+    @staticmethod
+    def _named(axis: str, layout: Layout) -> set[str]:
+        named = {"shard", "cp"} if axis == SHARED else set(axis.split("x"))
+        return named & layout.sizes.keys() or set(layout.sizes)
 
 
 @dataclass(frozen=True)

@@ -210,10 +210,10 @@ class Plan:
         return self.shares.fullest().num_bytes + self.gathered + (self.activations or 0)
 
     def sent(self) -> dict[tuple[str, str], int]:
-        """{(axis, collective): bytes of the whole tensors in one update}."""
+        """{(axis, collective): bytes that a rank sends in one update, if collectives are rings}."""
         found: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
-            found[exchange.axis, exchange.kind] += volume.num_bytes
+            found[exchange.axis, exchange.kind] += round(exchange.sent(volume.num_bytes))
         return dict(found)
 
     def __str__(self) -> str:

@@ -32,6 +32,21 @@ def test_what_a_ring_sends():
     assert MeteredCollective("backward", "all_reduce", "replicate", 4).sent(400) == 600
 
 
+@pytest.mark.parametrize(
+    ("strategy", "axis", "rate"),
+    [
+        ("fsdp", "shard", 300),  # eight cards of a machine, up to what its own links carry
+        ("hsdp=8", "shard", 300),
+        ("hsdp=8", "replicate", 50),  # one rank of each machine
+        ("fsdp+tp=2", "shard", 200),  # four of each
+        ("fsdp+tp=8", "tp", 300),
+    ],
+)
+def test_side_by_side_ranks_of_a_machine_send_through_all_its_cards(strategy, axis, rate):
+    layout = parse(strategy).resolve(64, 8)
+    assert ClusterRates(intra=300, inter=50).rate(axis, layout) == rate
+
+
 def test_short_parameters_leave_ranks_empty():
     found = plan(chain, "fsdp", 100, step=chain_loss)
     # 24 rows: one for each of 24 ranks, and none for the others, which have memory for one all the same.
@@ -42,8 +57,8 @@ def test_short_parameters_leave_ranks_empty():
     assert (found.last_rank.weights, found.last_rank.padding) == (3 * 24 * 4, 3 * 24 * 4)
     assert (found.last_rank.optimizer_state, found.rank0.optimizer_state) == (3 * 4, 3 * 24 * 8 + 3 * 4)
     assert found.saved.num_files == 24
-    # 24 rows are gathered as 100.
-    assert found.sent()["shard", "all_gather"] >= 3 * 100 * 24 * 4
+    # 24 rows are gathered as 100, of which a rank sends all but its own.
+    assert found.sent()["shard", "all_gather"] >= 3 * 99 * 24 * 4
     assert "76 ranks hold no part of any parameter" in str(found)
 
 
@@ -111,7 +126,7 @@ def test_costs_by_hand():
 
 def test_computing_waits_for_tensor_parallelism():
     found = plan(llama, "fsdp+tp=2", 4, step=loss)
-    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e4))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
 
 

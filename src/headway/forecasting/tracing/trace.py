@@ -181,6 +181,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             if event.num_bytes > 0 and event.key in held:
                 self._kinds.setdefault(event.key, "activations")
 
+    def held(self, kind: str) -> int:
+        """Bytes of that kind that are held now."""
+        return sum(size for _, key, size in self._live.values() if self._kinds.get(key) == kind)
+
     def trace(self) -> Trace:
         """What was seen; call it after the block."""
         events = [

@@ -45,7 +45,7 @@ class Forward:
 
     def __init__(self, step: Step, model: nn.Module, precision: str, saved: "ActivationMeter") -> None:
         self.step, self.model = step, model
-        self._precision, self._saved = precision, saved
+        self.saved, self._precision = saved, precision
 
     def __call__(self) -> torch.Tensor:
         """The loss of the batch.
@@ -68,7 +68,7 @@ class Forward:
             UnsupportedError: it cannot be computed without values.
         """
         try:
-            with self._saved.watching(), autocast(self._precision):
+            with self.saved.watching(), autocast(self._precision):
                 return compute()
         except HeadwayError:
             raise
@@ -97,8 +97,13 @@ class StepDriver:
             meter: is told what is going on.
         """
         loss = forward()
+        self.ended(forward, loss)
         meter.phase = "backward"
         self.backward(loss)
+
+    def ended(self, forward: Forward, loss: torch.Tensor) -> None:
+        """Forward has ended: what is held now is kept for backward."""
+        forward.saved.forward_ended(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Of the loss."""
@@ -163,6 +168,9 @@ class Pipeline(StepDriver):
             self._run(forward)
         meter.phase = "update"
         self._strategy.reduce_gradients()
+
+    def ended(self, forward: Forward, loss: torch.Tensor) -> None:
+        """Nothing: micro-batches are under way side by side, and autograd says what they keep."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """The loss's own, then the stages' from last to first."""

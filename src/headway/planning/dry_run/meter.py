@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headway.config.layout.mesh import Layout
+from headway.forecasting.tracing.trace import StorageTracker
 from headway.forecasting.tracing.work import flops_of
 from headway.strategies.fully_sharded.gradients import local
 
@@ -126,7 +127,9 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
             self._exchanged(func, (*args, *kwargs.values()), result)
-        elif func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat":  # that is a copy of gradients, which goes
+        elif (
+            func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat"
+        ):  # that is a copy of gradients, which goes
             for tensor in _tensors(kwargs.get("out")):
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage
@@ -215,13 +218,14 @@ class ActivationMeter:
     Args:
         meter: knows what is a gathered parameter.
         own: tensors that do not count: the model's.
+        memory: sees every tensor, those included that selective checkpointing keeps past autograd.
 
     Attributes:
         peak: the most bytes that were kept at once, as far as noted.
     """
 
-    def __init__(self, meter: StepMeter, own: list[torch.Tensor]) -> None:
-        self._meter = meter
+    def __init__(self, meter: StepMeter, own: list[torch.Tensor], memory: StorageTracker) -> None:
+        self._meter, self._memory, self._model = meter, memory, own
         # Held, not only noted: where one is freed, another may come to lie at its address.
         self._own = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in own)}
         self._sizes: dict[int, int] = {}
@@ -253,6 +257,13 @@ class ActivationMeter:
         if not self._times[address]:
             del self._times[address]
             self._now -= self._sizes.pop(address)
+
+    def forward_ended(self, loss: torch.Tensor) -> None:
+        """All that forward has made, and is still held, is kept for backward."""
+        self._memory.mark(self._model, "weights")  # FSDP pads parameters anew in its first forward
+        self._memory.mark([loss], "temporaries")
+        self._memory.mark_activations()
+        self.peak = self._memory.held("activations")
 
     def forget(self) -> None:
         """What was kept so far does not count."""

@@ -108,7 +108,8 @@ def rehearse(
     # Outside of the mode, in which the numbers of a mesh would have no values either.
     with as_rank(model, layout, rank, machine_ranks, precision, options, told) as strategy:
         drive = _drive(strategy, model, layout, options, step)
-        modes = [substituted(device, precision), fake, RealStaysReal()]  # type: ignore[no-untyped-call]
+        modes: list[AbstractContextManager[Any]] = [substituted(device, precision), fake]
+        modes.append(RealStaysReal())  # type: ignore[no-untyped-call]
         return run(model, layout, step, make_optimizer, precision, modes, drive, device)
 
 
@@ -146,8 +147,8 @@ def run(
     if step is None:
         return StepDryRun(cut, buffers, weights)
     meter = StepMeter(layout)
-    saved = ActivationMeter(meter, own)
     memory = StorageTracker(device)
+    saved = ActivationMeter(meter, own, memory)
     optimizer, drive = None, drive or StepDriver()
     with ExitStack() as stack:
         for mode in within:

@@ -69,7 +69,7 @@ def test_gpipe_keeps_all_micro_batches():
 def test_replicas_of_stages():
     found = of("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
     assert [found.shares.of(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
-    assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX, abs=16)
+    assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX * 2 * 3 / 4, abs=16)
     assert [stage.share.rank for stage in found.stages] == [0, 4]
     spent = cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
     assert spent.bottleneck == "replicate"
@@ -95,7 +95,7 @@ def test_the_bubble_of_equal_stages(schedule):
     assert [lane.busy for lane in lanes] == [18] * 4
 
 
-@pytest.mark.parametrize("num_stages, num", [(4, 8), (4, 16), (2, 8)])
+@pytest.mark.parametrize(("num_stages", "num"), [(4, 8), (4, 16), (2, 8)])
 def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
     """Of two stages a rank, and backward in two equal halves where it is split; the first stage has no gradient of inputs."""
     idle = {}
@@ -145,12 +145,13 @@ def test_parameters_are_shared_along_both_axes_of_cut_sequences():
     found, shards = plan(llama, "fsdp+cp=2", 4, step=loss), plan(llama, "fsdp", 4, step=loss)
     for rank in range(4):
         assert found.shares.of(rank) == shards.shares.of(rank)
+    # Of four ranks that share parameters each sends three quarters, of two that share a sequence half.
     assert found.sent()["shard_cp", "all_gather"] == shards.sent()["shard", "all_gather"]
     assert found.saved == shards.saved
     assert found.gathered == shards.gathered
     # Keys and values of two layers, 2 heads of 8 numbers, gathered in forward and again in backward.
-    assert found.sent()["cp", "all_gather"] == 2 * 2 * (16 * 2 * 2 * 8 * 4)
+    assert found.sent()["cp", "all_gather"] == 2 * 2 * (16 * 2 * 2 * 8 * 4) / 2
     assert found.activations < 0.7 * shards.activations
-    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e3))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["cp"])
     assert not ClusterRates(machine_ranks=2).is_within_machine("shard_cp", parse("fsdp+cp=2").resolve(4))

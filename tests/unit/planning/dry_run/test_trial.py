@@ -1,6 +1,7 @@
 """One rank without the others: numbers against arithmetic, the short way of cutting against torch's own, and what is refused."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from headway import ActivationCheckpointing
 from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import EngineOptions
 from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.forecasting.device.devices import find
 from headway.planning.dry_run import preparation
 from headway.planning.dry_run.fake_group import OneOfEach, pretend
 from headway.planning.dry_run.meter import MeteredCollective, Volume
@@ -112,6 +114,31 @@ def test_checkpointed_activations_are_fewer_and_computed_twice():
     fewer = rehearse(llama, layout, 0, loss, adamw, options=EngineOptions(checkpointing=ActivationCheckpointing()))
     assert fewer.activations < plain.activations / 2
     assert plain.flops["backward"] < fewer.flops["backward"] <= plain.flops["backward"] + plain.flops["forward"]
+
+
+def test_selective_checkpointing_keeps_what_it_says():
+    sizes = [
+        rehearse(llama, Layout(), 0, loss, adamw, options=EngineOptions(checkpointing=plan)).activations
+        for plan in (None, ActivationCheckpointing(policy="keep_matmul"), ActivationCheckpointing())
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] - sizes[2] > 2 * 16 * (32 + 2 * 16 + 32 + 2 * 56 + 32) * 4  # what two layers' matrix products give
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_another_layer_takes_its_share_and_no_more(device):
+    """Whole gradients go once they are reduced, and so does what DTensors work shapes out on."""
+    peaks = [
+        rehearse(partial(Chain, 256, depth), parse("fsdp").resolve(64), 0, wide_loss, adamw, device=find(device)).peak
+        for depth in (4, 8)
+    ]
+    share, kept = 256 * 256 * 4 // 64, 8 * 256 * 4
+    # Weight, gradient, and Adam's two moments; of the layer's input what is left of it at the peak.
+    assert 4 * 4 * share <= peaks[1] - peaks[0] <= 4 * (4 * share + kept)
+
+
+def wide_loss(model):
+    return model(torch.zeros(8, 256)).sum()
 
 
 def test_nothing_is_left_behind():
