@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.tracing.step import StepRecipe, run
+from headway.forecasting.tracing.loop import run
+from headway.forecasting.tracing.step import StepRecipe
 
 
 def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:

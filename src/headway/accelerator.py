@@ -72,7 +72,7 @@ from headway.weights.export import save_object
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
     from headway.forecasting.answer import Forecast
-    from headway.forecasting.tracing.step import Loss, MakeOptimizer
+    from headway.forecasting.tracing.step import Loop, Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.training import forecast as forecasts
     from headway.training.checks import finite
@@ -472,6 +472,7 @@ class Accelerator(RankAware):
         batch_fn: Callable[[int], Tree] | None = None,
         max_norm: float | None = None,
         device: str | None = None,
+        loop: "str | Loop" = "plain",
     ) -> "Forecast":
         """Forecast the memory that a training step of the model takes here, and the largest batch that fits (docs/forecast.md).
 
@@ -492,6 +493,7 @@ class Accelerator(RankAware):
             batch_fn: a function that makes a micro-batch of a given number of samples; None: rows of `batch` are repeated or cut.
             max_norm: gradients are clipped to this norm.
             device: one of those listed in docs/forecast.md; None: this process's.
+            loop: what holds memory between the calls, as for `headway.forecast`.
 
         Raises:
             ConfigError: an argument is wrong.
@@ -499,7 +501,7 @@ class Accelerator(RankAware):
             LossError: there is no loss, or it has no gradient.
             UnsupportedError: the step cannot be traced (the operation and the line are named), or models are sharded or compiled.
         """
-        asked = model, batch, optimizer, loss, forward, budget, largest, batch_fn, max_norm, device
+        asked = model, batch, optimizer, loss, forward, budget, largest, batch_fn, max_norm, device, loop
         return forecasts.forecast(forecasts.ForecastRequest(*asked), self._forecast_setting())
 
     def _forecast_setting(self) -> "forecasts.TrainingSetup":

@@ -7,7 +7,8 @@ from torch import nn
 import headway
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import MIB, named
-from headway.forecasting.tracing.step import StepRecipe, run
+from headway.forecasting.tracing.loop import run
+from headway.forecasting.tracing.step import StepRecipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import budget_of, find, room
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import PROBE
-from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loss, StepRecipe
+from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
 from headway.planning.forecast import Recompute, made, preparation
@@ -80,6 +80,7 @@ def cheapest(
     micro_batches: Sequence[int] | None = None,
     loss: Loss | None = None,
     max_norm: float | None = None,
+    loop: str | Loop = "plain",
     expandable_segments: bool = False,
 ) -> list[Configuration]:
     """Rank the ways to train with a global batch on one device that this machine need not have.
@@ -88,7 +89,7 @@ def cheapest(
     and divides the global batch. Rows that fit come first; then rows are sorted by relative cost, then by memory.
 
     Args:
-        model_fn, batch_fn, loss, device, budget, max_norm, expandable_segments: as for `headway.forecast`.
+        model_fn, batch_fn, loss, device, budget, max_norm, loop, expandable_segments: as for `headway.forecast`.
         global_batch_size: samples per update.
         optimizers: names, or functions that make the optimizer from parameters.
         precisions: of "no", "bf16" and "fp16".
@@ -119,7 +120,7 @@ def cheapest(
         step = StepForecaster(
             partial(made, partial(_with_attention, model_fn, kernel)),
             batch_fn,
-            StepRecipe(maker(optimizer), loss, precision, 1, max_norm),
+            StepRecipe(maker(optimizer), loss, precision, 1, max_norm, loop=loop),
             target,
             prepare,
             expandable_segments,

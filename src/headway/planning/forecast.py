@@ -16,7 +16,7 @@ from headway.forecasting.answer import Forecast, of_trace
 from headway.forecasting.device.devices import Device, budget_of, find
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
-from headway.forecasting.tracing.step import Loss, StepRecipe
+from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
 from headway.planning.dry_run.script import rehearse
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
@@ -39,6 +39,7 @@ def forecast(
     recompute: Recompute = False,
     accumulation: int = 1,
     max_norm: float | None = None,
+    loop: str | Loop = "plain",
     expandable_segments: bool = False,
     largest: bool = True,
     longest: LongestSequence | None = None,
@@ -66,6 +67,10 @@ def forecast(
         recompute: activation checkpointing: True, what `checkpoint_activations` takes, or a function that is given the model.
         accumulation: micro-batches of one update.
         max_norm: gradients are clipped to this norm.
+        loop: what holds memory between the calls. "plain": the names of a hand-written loop, `outputs` and `loss` among them, keep
+            their values until they are assigned again, and gradients are cleared after the update. "zero_grad_before_backward": the
+            same, but gradients are cleared between forward and backward. "loss_function": a function computes the loss, and the
+            outputs go when it returns. Or the loop itself, as `loop(model, batches, optimizer)`; `loss` is then not used.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         largest: also look for the largest batch within the budget.
         longest: also look for the longest sequence within the budget, at `batch_size`.
@@ -85,7 +90,7 @@ def forecast(
     """
     check_count(batch_size=batch_size)
     target = find(device)
-    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm)
+    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm, loop=loop)
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
     step = StepForecaster(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, place)

@@ -26,7 +26,7 @@ from headway.forecasting.tracing.buckets import replica
 from headway.forecasting.tracing.fake import refuse_compiled
 from headway.forecasting.tracing.masks import drop_masks, unmasked
 from headway.forecasting.tracing.model_copy import twin_of, twin_of_optimizer, untouched
-from headway.forecasting.tracing.step import PRECISIONS, Loss, MakeOptimizer, StepEngine, StepRecipe
+from headway.forecasting.tracing.step import PRECISIONS, Loop, Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.offload.spread import spread_over
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime
@@ -77,6 +77,7 @@ class ForecastRequest:
     batch_fn: Callable[[int], Tree] | None = None
     max_norm: float | None = None
     device: str | None = None
+    loop: str | Loop = "plain"
 
 
 class _Called(nn.Module):
@@ -187,6 +188,7 @@ def _recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[StepReci
         # From the second micro-batch on gradients are there in forward; later ones take no more.
         min(setting.accumulation, 2),
         question.max_norm,
+        loop=question.loop,
     )
     return recipe, caveats
 

@@ -16,11 +16,16 @@ from headway.forecasting.tracing.tensors import plain
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batch = Any
+Loop = Callable[[nn.Module, Iterable[Batch], torch.optim.Optimizer | None], object]
+"""A loop of the user's own: model, micro-batches and optimizer in."""
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("no", *_HALF)
 STEPS = 2
 """An optimizer makes its state in the first step, so the first alone is not what the others are."""
+
+
+LOOPS = ("plain", "zero_grad_before_backward", "loss_function")
 
 
 def check_precision(precision: str) -> None:
@@ -40,6 +45,9 @@ class StepRecipe:
         accumulation: micro-batches of one update.
         max_norm: gradients are clipped to it; None: they are not.
         keeps_gradients: `zero_grad(set_to_none=False)`: their memory is kept from step to step.
+        loop: what holds memory between the calls. "plain": a loop's names, outputs and loss among them, keep their values until they
+            are assigned again, and gradients go after the update. "zero_grad_before_backward": the same, but gradients go between
+            forward and backward. "loss_function": a function computes the loss, and outputs go when it returns. Or the loop itself.
     """
 
     optimizer: MakeOptimizer | None
@@ -48,9 +56,14 @@ class StepRecipe:
     accumulation: int = 1
     max_norm: float | None = None
     keeps_gradients: bool = False
+    loop: str | Loop = "plain"
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+        if not callable(self.loop) and self.loop not in LOOPS:
+            raise ConfigError(
+                f"loop={self.loop!r}; allowed: {', '.join(LOOPS)}, or a function (model, batches, optimizer)"
+            )
         check_count(accumulation=self.accumulation)
 
 
@@ -103,66 +116,67 @@ class StepEngine:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-def run(
+def run_steps(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[[], Batch],
-    watcher: StepObserver | None = None,
-    on_cuda: bool = False,
-    engine: StepEngine | None = None,
+    watcher: StepObserver,
+    engine: StepEngine,
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Run two updates of a model.
-
-    Args:
-        model: its parameters lie where it computes.
-        recipe: how.
-        batch: gives the next micro-batch.
-        watcher: is told what goes on.
-        on_cuda: optimizers choose their kernels as they do for parameters on a card.
-        engine: what spreads the model over ranks; None: it is alone.
-    """
-    watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
-    watcher.enter("set-up")
-    mark_model(model, watcher)
-    watcher.mark(engine.own(), "buckets")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
-    if optimizer is not None and on_cuda:
-        as_on_cuda(optimizer)
+    """Two updates by one of `LOOPS`; see `StepRecipe`."""
+    clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
+    outputs: Any = None
+    loss: torch.Tensor | None = None
     for step in range(1, STEPS + 1):
-        loss = scaled = None
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
             arrived = batch()
-            watcher.mark([each for each in tree_leaves(arrived) if isinstance(each, torch.Tensor)], "batch")
+            mark_batch(arrived, watcher)
             held = arrived
             del arrived
             with engine.micro_batch(is_last=index == recipe.accumulation - 1):
-                loss = _forward(model, held, recipe)
-                scaled = _scaled(loss, recipe)  # the loop's own variable stays during backward
+                with autocast(recipe.precision):
+                    outputs = _outputs(model, held)
+                    loss = _loss(outputs, held, recipe)
+                if is_function:
+                    outputs = None
+                if clears_late and index == 0:
+                    _clear(parameters, recipe)
+                scaled = _scaled(loss, recipe)
                 watcher.mark_activations()
                 watcher.enter(f"step {step} backward")
                 scaled.backward()  # type: ignore[no-untyped-call]
+                del scaled
+                if is_function:
+                    loss = None
             watcher.mark(engine.gradients(), "gradients")
         watcher.enter(f"step {step} update")
-        _update(parameters, optimizer, recipe, watcher, engine)
-        del loss, scaled
-    watcher.enter("end")
+        _update(optimizer, recipe, watcher, engine)
+        if not clears_late:
+            _clear(parameters, recipe)
 
 
-def _forward(model: nn.Module, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
-    """The loss of one micro-batch; outputs are dropped."""
-    with autocast(recipe.precision):
-        targets: Any = batch
-        if isinstance(batch, Mapping):
-            outputs = model(**batch)
-        elif isinstance(batch, tuple | list):
-            outputs, targets = model(batch[0]), batch[1] if len(batch) == 2 else batch[1:]
-        else:
-            outputs = model(batch)
-        loss = recipe.loss(outputs, targets) if recipe.loss is not None else _own_loss(outputs)
+def mark_batch(batch: Batch, watcher: StepObserver) -> None:
+    """It has come."""
+    watcher.mark([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
+
+
+def _outputs(model: nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def _loss(outputs: Any, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
+    """The loss of one micro-batch."""
+    targets: Any = batch
+    if isinstance(batch, tuple | list):
+        targets = batch[1] if len(batch) == 2 else batch[1:]
+    loss = recipe.loss(outputs, targets) if recipe.loss is not None else _own_loss(outputs)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise LossError(
             f"the loss is {_said(loss)}; it must be a tensor of one element with a gradient. Give loss=, a function of the model's "
@@ -199,7 +213,6 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 def _update(
-    parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     recipe: StepRecipe,
     watcher: StepObserver,
@@ -214,6 +227,9 @@ def _update(
     if optimizer is not None:
         optimizer.step()
         watcher.mark(state_of(optimizer), "optimizer state")
+
+
+def _clear(parameters: list[nn.Parameter], recipe: StepRecipe) -> None:
     for parameter in parameters:
         if recipe.keeps_gradients and parameter.grad is not None:
             parameter.grad.zero_()

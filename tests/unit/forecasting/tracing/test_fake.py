@@ -71,7 +71,10 @@ def test_memory_is_told_apart():
     assert held["weights"] == weights
     assert held["optimizer state"] == 2 * weights
     assert held["batch"] == 4096 * 512 * 4
-    assert held["activations"] == 4096 * 512 * 4 + 4  # what the second layer was given, and the loss
+    # What the second layer was given, and what a loop's names hold: the outputs and the loss.
+    assert held["activations"] == 2 * 4096 * 512 * 4 + 4
+    dropped = traced(batch=4096, loop="loss_function")
+    assert split_at(dropped.events, dropped.phases["step 2 backward"] - 1)["activations"] == 4096 * 512 * 4 + 4
     at_update = split_at(found.events, found.phases["step 2 update"] - 1)
     assert at_update["gradients"] == weights
 
@@ -83,7 +86,7 @@ def test_where_memory_was_asked_for_is_the_users_line():
 
 def test_dropout_keeps_a_byte_an_element_on_a_card_and_four_on_a_cpu():
     inner = nn.Dropout(0.1)
-    on_card, on_cpu = (traced(inner, device, 4096) for device in (CARD, CPU))
+    on_card, on_cpu = (traced(inner, device, 4096, loop="loss_function") for device in (CARD, CPU))
     assert "aten::native_dropout" in on_card.operations
     assert "aten::bernoulli_" in on_cpu.operations
     kept = [split_at(found.events, found.phases["step 2 backward"] - 1)["activations"] for found in (on_card, on_cpu)]

@@ -1,0 +1,149 @@
+"""Loops as people write them: what their names hold while they run, against torch's profiler around the same loop on real tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway.errors import ConfigError
+from headway.forecasting.device.devices import find
+from headway.forecasting.tracing.events import plain_peak
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.step import StepRecipe
+
+CPU = find("cpu")
+WIDTH, CLASSES, ROWS = 64, 3000, 48
+
+
+class Exp(torch.autograd.Function):
+    """Keeps its result beside what autograd frees after backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.result = x.exp()
+        return ctx.result.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.result
+
+
+class Classifier(nn.Module):
+    """Its outputs are larger than all the rest."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.inner, self.head, self.keeps = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), keeps
+
+    def forward(self, x):
+        logits = self.head(self.inner(x).relu())
+        return Exp.apply(logits) if self.keeps else logits
+
+
+def plain(model, batches, optimizer):
+    for inputs, targets in batches:
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_grad_before_backward(model, batches, optimizer):
+    for inputs, targets in batches:
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def loss_function(model, batches, optimizer):
+    def compute(inputs, targets):
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    for inputs, targets in batches:
+        compute(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LOOPS = {each.__name__: each for each in (plain, zero_grad_before_backward, loss_function)}
+
+
+def batch():
+    return torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def measured(loop, keeps=False):
+    """By torch's own profiler: the most bytes in use in two updates."""
+    model = Classifier(keeps)
+    optimizer = adamw(model.parameters())
+    in_use = most = sum(parameter.nbytes for parameter in model.parameters())
+    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
+        loop(model, (batch() for _ in range(2)), optimizer)
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        in_use += event.nbytes()
+        most = max(most, in_use)
+    return most
+
+
+def forecast(loop, keeps=False, **recipe):
+    made = StepRecipe(adamw, nn.functional.cross_entropy, loop=loop, **recipe)
+    return trace(lambda: Classifier(keeps), batch, made, CPU)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_takes_what_the_profiler_sees(name, keeps):
+    real = measured(LOOPS[name], keeps)
+    assert plain_peak(forecast(name, keeps).events) == pytest.approx(real, rel=0.005)
+    assert plain_peak(forecast(LOOPS[name], keeps).events) == pytest.approx(real, rel=0.005)
+
+
+def test_loops_differ():
+    sizes = {name: plain_peak(forecast(name, keeps=True).events) for name in LOOPS}
+    logits = ROWS * CLASSES * 4
+    assert sizes["plain"] >= sizes["loss_function"] + logits
+    assert sizes["zero_grad_before_backward"] > sizes["plain"]
+
+
+def test_phases_of_a_loop_of_the_users_own():
+    own, known = forecast(plain), forecast("plain")
+    assert list(own.phases) == list(known.phases)
+    kinds = [{event.kind for event in found.events} for found in (own, known)]
+    assert kinds[0] == kinds[1] >= {"weights", "batch", "activations", "gradients", "optimizer state"}
+
+
+def test_accumulation_and_autocast_in_a_loop_of_the_users_own():
+    def loop(model, batches, optimizer):
+        for index, (inputs, targets) in enumerate(batches):
+            loss = nn.functional.cross_entropy(model(inputs), targets) / 2
+            loss.backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    found = forecast(loop, accumulation=2, precision="bf16")
+    assert [name for name in found.phases if "update" in name] == ["step 1 update", "step 2 update"]
+    assert found.operations["aten::_to_copy"] > 0
+
+
+def test_a_loop_that_makes_no_updates_is_an_error():
+    def forgetful(model, batches, optimizer):
+        for inputs, targets in batches:
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+
+    with pytest.raises(ConfigError, match="made 0 updates; it must"):
+        forecast(forgetful)
+    with pytest.raises(ConfigError, match="made 0 updates and no backward"):
+        forecast(lambda model, batches, optimizer: None)
+
+
+def test_another_name_is_an_error():
+    with pytest.raises(ConfigError, match="loop='fast'; allowed: plain, zero_grad_before_backward, loss_function"):
+        StepRecipe(None, loop="fast")
