@@ -7,7 +7,7 @@ from headway.common.units import format_bytes
 from headway.forecasting.device.allocator import AllocationReplay, replay
 from headway.forecasting.device.devices import Device, spread
 from headway.forecasting.timeline import Timeline, timeline
-from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
+from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at, told_apart
 from headway.forecasting.tracing.trace import Trace
 
 
@@ -98,8 +98,10 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
         limit: bytes that the whole process may take; None: unknown.
         is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
     """
-    answer = replayed(traced.events, target, is_expandable)
+    events, unsure = told_apart(traced.events)
+    answer = replayed(events, target, is_expandable)
     least, total, most = spread(target, answer.reserved)
+    most += unsure
     return Forecast(
         device=target.name,
         batch_size=batch_size,
@@ -108,14 +110,14 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
         least=least,
         total=total,
         most=most,
-        split=split_at(traced.events, answer.peak),
+        split=split_at(events, answer.peak),
         peak=_phase_at(traced.phases, answer.peak),
-        peak_line=traced.events[answer.peak].where,
+        peak_line=events[answer.peak].where,
         budget=limit,
         fits=None if limit is None else _fits(least, most, limit),
         largest_batch=None,
         longest_sequence=None,
-        timeline=timeline(traced.events, traced.phases),
+        timeline=timeline(events, traced.phases),
         by_batch=(),
         num_traces=1,
         seconds=0.0,

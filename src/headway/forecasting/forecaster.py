@@ -11,7 +11,7 @@ from torch import nn
 from headway.forecasting.answer import Forecast, of_trace, replayed
 from headway.forecasting.device.devices import Device, room, spread
 from headway.forecasting.solve import BudgetSearch, LongestSequence
-from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.events import MemoryEvent, told_apart
 from headway.forecasting.tracing.fake import Spread, trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
@@ -108,4 +108,5 @@ class StepForecaster:
         return trace(*parts, spread=self.spread, counts_work=self.counts_work)
 
     def _reserved(self, events: list[MemoryEvent]) -> int:
-        return replayed(events, self.device, self.is_expandable).reserved
+        known, unsure = told_apart(events)
+        return replayed(known, self.device, self.is_expandable).reserved + unsure

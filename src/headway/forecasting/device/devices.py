@@ -1,7 +1,7 @@
 """What a card has, and what it takes before the first tensor: one table, with the source of each number."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.common import env
 from headway.common.units import parse_bytes
@@ -83,7 +83,11 @@ _3090 = (
     "code, counted in its package; CUDA 11.7 and later load less"
 )
 _ASSUMED = "assumed: a context, the driver's own share and lazily loaded kernels; not measured on this card"
-_ASSUMED_RANGE = (500 * MIB, 750 * MIB, 1100 * MIB)
+_ASSUMED_RANGE = (400 * MIB, 750 * MIB, 1400 * MIB)
+_ANY = "only its memory was given: kernels are taken to be those of compute capability 8.0, and the rest is assumed"
+_V100 = (
+    "V100, CUDA 11: 1343 MiB published for a process with kernels loaded and no model; CUDA 11.7 and later load less"
+)
 
 
 def _rates(card: str, bandwidth: float) -> Rates:
@@ -95,6 +99,11 @@ def _rates(card: str, bandwidth: float) -> Rates:
 
 def _assumed(name: str, memory: int, capability: tuple[int, int], rates: Rates, cublas: int = _AMPERE) -> Device:
     return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates)
+
+
+def _v100(name: str, memory: int) -> Device:
+    overhead = (400 * MIB, 1343 * MIB, 1500 * MIB)
+    return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _rates("V100", 900))
 
 
 _CPU_RATES = Rates(100e9, 100e9, 20e9)
@@ -116,9 +125,13 @@ DEVICES = {
             _rates("RTX 3090", 936),
         ),
         _assumed("rtx-4090", 24564, (8, 9), _rates("RTX 4090", 1008)),
+        _assumed("rtx-5090", 32607, (12, 0), _rates("RTX 5090", 1792)),
+        _assumed("a6000", 49140, (8, 6), _rates("RTX A6000", 768)),
+        _assumed("a40", 46068, (8, 6), _rates("A40", 696)),
+        _assumed("l40", 46068, (8, 9), _rates("L40", 864)),
         _assumed("t4", 15360, (7, 5), _rates("T4", 320)),
-        _assumed("v100-16gb", 16384, (7, 0), _rates("V100", 900)),
-        _assumed("v100-32gb", 32768, (7, 0), _rates("V100", 900)),
+        _v100("v100-16gb", 16384),
+        _v100("v100-32gb", 32768),
         _assumed("a10g", 23028, (8, 6), _rates("A10G", 600)),
         _assumed("l4", 23034, (8, 9), _rates("L4", 300)),
         _assumed("l40s", 46068, (8, 9), _rates("L40S", 864)),
@@ -128,6 +141,7 @@ DEVICES = {
         _assumed("h200", 143771, (9, 0), _rates("H200", 4800), _HOPPER),
         _assumed("b100", 183359, (10, 0), _rates("B100", 8000), _HOPPER),
         _assumed("b200", 183359, (10, 0), _rates("B200", 8000), _HOPPER),
+        _assumed("mi300x", 196592, (9, 4), _rates("MI300X", 5300), _HOPPER),
     )
 }
 
@@ -136,14 +150,15 @@ def find(name: str) -> Device:
     """The device of that name, with what was measured on it here by `headway estimate --calibrate`, else the table's assumption.
 
     Args:
-        name: of the table, of a calibrated card, or "this": the CUDA device of this machine.
+        name: of the table, of a calibrated card, or "this": the CUDA device of this machine. Also a product's name as nvidia-smi
+            prints it ("NVIDIA A100-SXM4-80GB"), or the memory of any card ("48GiB").
 
     Raises:
         ConfigError: it is neither in the table nor calibrated.
         DeviceUnavailable: "this" where there is no CUDA device.
     """
     wanted = named() if name.lower() == "this" else name.lower()
-    device = look_up(wanted)
+    device = look_up(wanted) or look_up(_of_product(wanted)) or _of_memory(wanted)
     if device is None:
         known = sorted({*DEVICES, *_records()})
         hint = did_you_mean(name, [*known, "this"])
@@ -162,6 +177,24 @@ def look_up(name: str) -> Device | None:
     workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
     rates = known.rates if known is not None else _UNKNOWN_RATES
     return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
+
+
+def _of_product(text: str) -> str:
+    """The longest name of the table that is part of a product's; "" where none is."""
+    words = set(re.findall(r"[a-z0-9]+", text))
+    fitting = [name for name in DEVICES if set(name.split("-")) <= words]
+    if not fitting:  # of a card with one size of memory in the table, or the smallest
+        fitting = [
+            name for name in DEVICES if name.split("-")[0] in words and name.split("-")[0] not in ("rtx", "cpu")
+        ][:1]
+    return max(fitting, key=len, default="")
+
+
+def _of_memory(text: str) -> Device | None:
+    """Some card with that memory: of Ampere's kind, and nothing else is known of it."""
+    if not re.fullmatch(r"[0-9.]+ *[kmgt]?i?b", text):
+        return None
+    return replace(_assumed(text, 0, (8, 0), _UNKNOWN_RATES), memory=parse_bytes(text), source=_ANY)
 
 
 def _records() -> dict[str, calibration.CalibrationRecord]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from headway.forecasting.device import recurrent
 from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.device.devices import Device
 
@@ -124,13 +125,21 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
+    "aten::_cudnn_rnn": recurrent.asked_by_cudnn,
+    "aten::_cudnn_rnn_backward": recurrent.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
     "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
-OVERSIZED: dict[str, Sizes] = {"aten::mse_loss": _before_reduction, "aten::smooth_l1_loss": _before_reduction}
-"""Everywhere: bytes behind a result that was made for all elements and then shrunk to one number, which gives nothing back."""
+OVERSIZED: dict[str, Sizes] = {
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
+    "aten::_cudnn_rnn": recurrent.kept_by_cudnn,
+    "aten::mkldnn_rnn_layer": recurrent.kept_by_onednn,
+}
+"""Everywhere: bytes behind each result that are more than it shows: of a loss that was made for all elements and then shrunk to one
+number, which gives nothing back; of what recurrent layers keep."""
 
 MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Operations that go to cuBLAS, whose workspace stays from the first of them on."""
@@ -141,9 +150,7 @@ UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": (
         "cuDNN's workspace for attention's backward is assumed to be as large as FlashAttention's"
     ),
-    "aten::_cudnn_rnn": "cuDNN's reserve of recurrent layers is not counted",
-    "aten::lstm": "cuDNN's reserve of recurrent layers is not counted",
-    "aten::gru": "cuDNN's reserve of recurrent layers is not counted",
+    "aten::_cudnn_rnn": "what cuDNN keeps of recurrent layers is assumed: gates, cells and outputs of every step",
     "aten::_ctc_loss": "the workspace of the CTC loss is not counted",
     "aten::sort": "the workspace of sorting is not counted",
     "aten::linalg_svd": "cuSOLVER's workspaces are not counted",
@@ -212,6 +219,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         choice = None
         if device.is_cuda:
             choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
+            recurrent.override(library)
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):

@@ -4,7 +4,8 @@ Dense: without structured sparsity; half-precision products add up in float32. I
 
 - NVIDIA data sheets of T4 (2019), V100 (2020), A10G, A100, A30, A40 (2021), L4, L40, L40S, H100 (2023), H200, B100 (2024); for B200
   the HGX data sheet (2025). Where a sheet states only the figure "with sparsity", the half of it stands here.
-- NVIDIA's white papers of the GA102 (2021) and Ada (2023) GPUs for GeForce RTX 3090 and 4090.
+- NVIDIA's white papers of the GA102 (2021), Ada (2023) and RTX Blackwell (2025) GPUs for GeForce RTX 3090, 4090 and
+  5090, and RTX A6000.
 - AMD data sheets of Instinct MI210 and MI250X (2022), MI300X (2023), MI325X (2024). AMD has no TF32 before MI300.
 """
 
@@ -26,6 +27,8 @@ DATA_SHEETS: dict[str, tuple[float | None, float | None, float | None, float]] =
     "T4": (None, 65.0, None, 8.1),
     "V100-PCIE": (None, 112.0, None, 14.0),
     "V100": (None, 125.0, None, 15.7),
+    "RTX 5090": (209.5, 209.5, 104.8, 104.8),
+    "RTX A6000": (154.8, 154.8, 77.4, 38.7),
     "RTX 4090": (165.2, 165.2, 82.6, 82.6),
     "RTX 3090": (71.0, 71.0, 35.6, 35.6),
     "MI325X": (1307.4, 1307.4, 653.7, 163.4),

@@ -39,6 +39,17 @@ KINDS = (
 """What memory is held for, in the order in which it is shown."""
 
 
+UNSURE = "unsure"
+"""What asks for memory that may come on top of all the rest; it is the last event of a trace, and never given back."""
+
+
+def told_apart(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
+    """What is known to be asked for, and the bytes that may come on top."""
+    if events and events[-1].what == UNSURE:
+        return events[:-1], events[-1].num_bytes
+    return events, 0
+
+
 def plain_peak(events: list[MemoryEvent]) -> int:
     """The most bytes that were in use at once, without any rounding."""
     held = most = 0

@@ -28,7 +28,7 @@ from headway.forecasting.device.kernels import (
     SCRATCH_OF_CUDA,
     UNKNOWN_SCRATCH,
 )
-from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.gathered import GatheredStorages
 from headway.forecasting.tracing.step import StepObserver
 from headway.forecasting.tracing.tensors import plain, stand_for_others
@@ -121,6 +121,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._phase = ""
         self._begin = 0
         self._is_updating = False
+        self._unsure = 0
         self._gathered = GatheredStorages(self._sized)
         self._has_parts = False
         self._counting = counting
@@ -139,6 +140,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._gathered.look()
         self.last = name
         self._operations[name] += 1
+        self._count_unsure(name, args)
         scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
@@ -147,15 +149,25 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self._counting.add(self._phase, func, args, kwargs, result)
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
-        for leaf in result if isinstance(result, tuple | list) else (result,):
-            for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
-                if isinstance(each, torch.Tensor):
-                    self._seen(each, name, args)
+        self._results(result, name, args)
         for event in scratch:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
             self._sharded(name, args, kwargs or {})
         return result
+
+    def _results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
+        behind = OVERSIZED[name](args) if name in OVERSIZED else ()
+        for index, leaf in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
+                if isinstance(each, torch.Tensor):
+                    self._seen(each, name, args, behind[index] if index < len(behind) else 0)
+
+    def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
+        """Where a workspace is not known, it is assumed to be no larger than what the operation reads."""
+        if name in UNKNOWN_SCRATCH and self._device.is_cuda:
+            num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self._unsure = max(self._unsure, num_bytes)
 
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase of the step: "step 1 forward", say."""
@@ -191,25 +203,25 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in _in_order(self.events)
         ]
+        if self._unsure:
+            events.append(MemoryEvent(self._next_key + 1, self._unsure, UNSURE))
         work = {} if self._counting is None else self._counting.by_phase
         return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), work)
 
     # ---------------------------------------------------------------- memory
 
-    def _seen(self, tensor: torch.Tensor, what: str, args: tuple[Any, ...]) -> int | None:
-        """The key of the memory behind a tensor; None where it has none, or on the host."""
+    def _seen(self, tensor: torch.Tensor, what: str, args: tuple[Any, ...], behind: int = 0) -> int | None:
+        """The key of the memory behind a tensor, of so many bytes at least; None where it has none, or on the host."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a subclass without memory of its own
             return None
-        address, size = storage._cdata, storage.nbytes()
+        address, size = storage._cdata, max(storage.nbytes(), behind)
         known = self._live.get(address)
         if known is not None and known[0]() is storage:
             return known[1]
         if size == 0 or self._is_on_host(tensor, args):
             return None
-        if what in OVERSIZED and args:
-            size = max(size, *OVERSIZED[what](args), 0)
         key = self._asked(size, what)
 
         def gone(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:

@@ -15,6 +15,7 @@ from headway.config.strategies import EngineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device, find
 from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.events import told_apart
 from headway.forecasting.tracing.fake import fill
 from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
@@ -201,7 +202,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 def _peak(traced: Trace, state: int) -> int:
     """Of a later update: what the optimizer makes at the end of the first one is there from the beginning."""
     held = most = 0
-    for index, event in enumerate(traced.events):
+    for index, event in enumerate(told_apart(traced.events)[0]):
         held += event.num_bytes
         most = max(most, held + (state if index < traced.phases["update"] else 0))
     return most

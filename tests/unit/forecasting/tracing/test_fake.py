@@ -8,10 +8,12 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.forecast.models import CASES
 from benchmarks.forecast.truth import peak
 from headway.errors import LossError, UnsupportedError
+from headway.forecasting.answer import of_trace
+from headway.forecasting.device.allocator import replay
 from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
-from headway.forecasting.device.devices import find
+from headway.forecasting.device.devices import find, spread
 from headway.forecasting.solve import alike
-from headway.forecasting.tracing.events import plain_peak, split_at
+from headway.forecasting.tracing.events import plain_peak, split_at, told_apart
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked
@@ -61,6 +63,21 @@ def test_nothing_stays_but_the_model():
     assert set(rest) == {"weights", "workspaces"}
     assert rest["weights"] == 2 * (512 * 512 + 512) * 4
     assert {event.key for event in found.events if event.num_bytes < 0} <= {event.key for event in found.events}
+
+
+def test_what_cudnn_may_ask_for_is_in_the_most_alone():
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+
+    recipe = StepRecipe(adamw, total)
+    on_card, on_cpu = (trace(make, lambda: torch.zeros(2, 3, 32, 32), recipe, device) for device in (CARD, CPU))
+    events, unsure = told_apart(on_card.events)
+    # The second layer's backward reads its gradient, its input and its weight.
+    assert unsure == (2 * 8 * 28 * 28 + 2 * 8 * 30 * 30 + 8 * 8 * 9) * 4
+    assert told_apart(on_cpu.events)[1] == 0
+    found = of_trace(on_card, CARD, 2, None, False)
+    assert found.allocated == replay(events).allocated
+    assert found.most == spread(CARD, found.reserved)[2] + unsure
 
 
 def test_memory_is_told_apart():
