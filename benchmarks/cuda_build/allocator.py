@@ -1,103 +1,267 @@
-"""What torch's own allocator takes for a training step, beside what headway.forecast says.
+"""What torch's own allocator takes for training steps, beside what headway.forecast says.
 
 `python -m benchmarks.cuda_build.allocator`, on the simulated runtime (`make cuda` sets it up), without values: nothing is
-computed, so models of full size take seconds. Each case runs in a process of its own, with the device it is for.
+computed, so models of full size take seconds. The loops are written by hand (`LOOPS`), the models are `models.py`'s. One process
+for each kind of device; between cases its allocator gives everything back. `--ranks`: the table of layouts, of NCCL ranks.
 """
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from itertools import cycle
 from typing import Any
 
 import torch
+from torch import nn
 
-CASES = [  # model, batch, tokens, precision, recomputed, device
-    ("gpt2", 8, 1024, "no", False, "a100-80gb"),
-    ("gpt2", 8, 1024, "bf16", False, "a100-80gb"),
-    ("gpt2", 8, 1024, "bf16", True, "a100-80gb"),
-    ("gpt2", 8, 1024, "no", False, "h100"),
-    ("gpt2", 8, 1024, "bf16", False, "h100"),
-    ("gpt2", 4, 1024, "no", False, "t4"),
-    ("gpt2", 2, 1024, "bf16", False, "t4"),
-    ("bert", 16, 512, "no", False, "a100-80gb"),
-    ("llama", 2, 1024, "bf16", False, "a100-80gb"),
-    ("llama", 2, 1024, "bf16", True, "h100"),
-]
+from benchmarks.cuda_build.models import MODELS
+from headway.forecasting.tracing.masks import unmasked
 
 
-def build(kind: str) -> Any:
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+@dataclass(frozen=True)
+class Case:
+    """One row."""
 
-    if kind == "gpt2":
-        return GPT2LMHeadModel(GPT2Config())
-    if kind == "bert":
-        return BertForMaskedLM(BertConfig())
-    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
-    return LlamaForCausalLM(LlamaConfig(**wide, num_attention_heads=32, num_key_value_heads=8))
+    model: str
+    device: str
+    precision: str = "no"
+    optimizer: str = "adamw"
+    loop: str = "plain"
+    accumulation: int = 1
+    recompute: bool = False
+    lora: bool = False
 
 
-def real(kind: str, batch: int, tokens: int, precision: str, recompute: bool) -> tuple[int, int]:
+KINDS = ("t4", "a100-80gb", "rtx-3090", "rtx-4090", "h100", "b200")
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"precision": "bf16"},
+    {"precision": "bf16", "loop": "zero_grad_before_backward"},
+    {"loop": "loss_function", "optimizer": "sgd"},
+    {"precision": "bf16", "accumulation": 2},
+    {"recompute": True},
+    {"precision": "bf16", "recompute": True, "loop": "loss_function"},
+    {"optimizer": "momentum", "loop": "zero_grad_before_backward"},
+    {"precision": "bf16", "lora": True},
+    {"optimizer": "adafactor", "accumulation": 2},
+    {"precision": "fp16"},
+)
+
+
+def cases() -> list[Case]:
+    """Every model with seven settings, in turn over the settings and the kinds of device."""
+    settings, kinds = cycle(SETTINGS), cycle(KINDS)
+    found = []
+    for name, model in MODELS.items():
+        for _ in range(7):
+            given = next(settings)
+            while (given.get("recompute") or given.get("lora")) and not model.is_transformers:
+                given = next(settings)
+            found.append(Case(name, next(kinds), **given))
+    return found
+
+
+ATTENTION = ("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_key_value")
+
+
+class Adapter(nn.Module):
+    """LoRA by hand: a frozen layer, and two thin ones beside it."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        placed = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        self.down = nn.Linear(layer.in_features, rank, bias=False, **placed)
+        self.up = nn.Linear(rank, layer.out_features, bias=False, **placed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both together."""
+        return self.layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def make(case: Case) -> nn.Module:
+    """The model, prepared for training."""
+    model = MODELS[case.model].make()
+    if case.lora:
+        model.requires_grad_(False)
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and name in (
+                    "q_proj",
+                    "v_proj",
+                    "query",
+                    "value",
+                    "q",
+                    "v",
+                    "q_lin",
+                    "v_lin",
+                    "query_key_value",
+                    "c_attn",
+                ):
+                    setattr(module, name, Adapter(child))
+    if case.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    # Without values transformers cannot see that no token is masked, and would build masks that a run does not.
+    return unmasked(model).train() if hasattr(model, "set_attn_implementation") else model.train()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@dataclass
+class Run:
+    """What a loop needs."""
+
+    case: Case
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Of three updates."""
+        for _ in range(3 * self.case.accumulation):
+            yield MODELS[self.case.model].batch(MODELS[self.case.model].size, "cuda")
+
+    def autocast(self) -> Any:
+        """Of the case's precision."""
+        dtype = torch.float16 if self.case.precision == "fp16" else torch.bfloat16
+        return torch.autocast("cuda", dtype, enabled=self.case.precision != "no")
+
+
+def plain(run: Run) -> None:
+    """Names live until they are assigned again."""
+    for index, batch in enumerate(run.batches()):
+        with run.autocast():
+            outputs = run.model(**batch)
+            loss = outputs["loss"]
+        if run.case.accumulation > 1:
+            loss = loss / run.case.accumulation
+        run.scaler.scale(loss).backward()
+        if (index + 1) % run.case.accumulation == 0:
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.optimizer.zero_grad()
+
+
+def zero_grad_before_backward(run: Run) -> None:
+    """Gradients of the last update are there during forward."""
+    for batch in run.batches():
+        with run.autocast():
+            outputs = run.model(**batch)
+            loss = outputs["loss"]
+        run.optimizer.zero_grad()
+        run.scaler.scale(loss).backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+
+
+def loss_function(run: Run) -> None:
+    """Outputs go when the function returns."""
+
+    def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with run.autocast():
+            loss: torch.Tensor = run.model(**batch)["loss"]
+        return loss / run.case.accumulation if run.case.accumulation > 1 else loss
+
+    for index, batch in enumerate(run.batches()):
+        run.scaler.scale(compute(batch)).backward()
+        if (index + 1) % run.case.accumulation == 0:
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.optimizer.zero_grad()
+
+
+LOOPS = {"plain": plain, "zero_grad_before_backward": zero_grad_before_backward, "loss_function": loss_function}
+
+
+def real(case: Case) -> tuple[int, int]:
+    """What the allocator took at most: allocated and reserved."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == 0
+    torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
-        model = build(kind)
-    model.train()
-    if recompute:
-        model.gradient_checkpointing_enable()
+        model = make(case)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        ids = torch.zeros(batch, tokens, dtype=torch.long, device="cuda")
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = OPTIMIZERS[case.optimizer](learning)
+    LOOPS[case.loop](Run(case, model, optimizer, torch.amp.GradScaler("cuda", enabled=case.precision == "fp16")))
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def forecast(kind: str, batch: int, tokens: int, precision: str, recompute: bool, device: str) -> tuple[int, int]:
+def forecast(case: Case) -> tuple[int, int, int]:
+    """The same, and the most that the process may take without the device's overhead."""
     import headway
+    from headway.forecasting.device.devices import find
 
-    def batch_of(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, tokens, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
+    model, own = MODELS[case.model], case.optimizer == "adafactor"
     found = headway.forecast(
-        model_fn=lambda: build(kind), batch_fn=batch_of, optimizer="adamw", batch_size=batch, device=device,
-        precision=precision, recompute=recompute, largest=False,
+        lambda: make(case), lambda size: model.batch(size, "cpu"), batch_size=model.size, loss=lambda outputs, _: outputs["loss"],
+        optimizer="adafactor" if own else OPTIMIZERS[case.optimizer], device=case.device, precision=case.precision,
+        accumulation=case.accumulation, loop=case.loop, largest=False,
     )  # fmt: skip
-    return int(found.allocated), int(found.reserved)
+    return int(found.allocated), int(found.reserved), int(found.most) - find(case.device).overhead[2]
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        what, case = sys.argv[1], json.loads(sys.argv[2])
-        print(json.dumps(real(*case[:-1]) if what == "real" else forecast(*case)))
-        return
+def of_device(device: str, with_values: bool) -> None:
+    """Print a line for each case of a device."""
+    for case in cases():
+        if case.device == device and MODELS[case.model].has_convolutions == with_values:
+            try:
+                found = {"real": real(case), "forecast": forecast(case)}
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}  # type: ignore[dict-item]
+            print(json.dumps([asdict(case), found]), flush=True)
+
+
+def table() -> None:
+    """Run all cases and print the table and its summary."""
     print(
-        "| model | batch x tokens | precision | recomputed | device | allocated | forecast | | reserved | forecast | |"
+        "| "
+        + " | ".join(field.name for field in fields(Case))
+        + " | allocated | forecast | | reserved | forecast | | `most` covers |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for case in CASES:
-        told = []
-        for what in ("real", "forecast"):
-            environment = {**os.environ, "SIMULATED_CUDA": case[-1], "SIMULATED_CUDA_VALUES": "0"}
-            ran = subprocess.run(
-                [sys.executable, __file__, what, json.dumps(case)],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            told.append(
-                json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr[-2000:])
-            )
-        cells = [f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in zip(*told)]
-        model, batch, tokens, precision, recompute, device = case
-        named = [model, f"{batch} x {tokens}", precision, "yes" if recompute else "no", device]
-        print("|", " | ".join([*named, *cells]), "|", flush=True)
+    print("|---" * (len(fields(Case)) + 7) + "|")
+    errors: list[tuple[float, float]] = []
+    above = 0
+    for device in KINDS:
+        environment = {
+            **os.environ,
+            "SIMULATED_CUDA": device,
+            "SIMULATED_CUDA_VALUES": "0",
+            "SIMULATED_CUDA_MIB": "200000",
+        }
+        command = [sys.executable, "-m", __spec__.name if __spec__ else __file__, device]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if ran.returncode:
+            print(ran.stderr[-2000:], file=sys.stderr)
+        for line in ran.stdout.splitlines():
+            case, found = json.loads(line)
+            named = " | ".join(str(value) for value in case.values())
+            if "error" in found:
+                print(f"| {named} | {found['error']} |", flush=True)
+                continue
+            (allocated, reserved), (wanted, held, most) = found["real"], found["forecast"]
+            errors.append((wanted / allocated - 1, held / reserved - 1))
+            above += most < reserved
+            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in ((allocated, wanted), (reserved, held)))
+            print(f"| {named} | {cells} | {'yes' if most >= reserved else 'NO'} |", flush=True)
+    tensors, taken = ([abs(each[index]) for each in errors] for index in (0, 1))
+    print(
+        f"\n{len(errors)} rows; worst: allocated {max(tensors):.2%}, reserved {max(taken):.2%}; above `most`: {above}"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    of_device(sys.argv[1], sys.argv[2] == "1") if len(sys.argv) > 1 else table()

@@ -97,7 +97,8 @@ API cudaGetDeviceProperties(cudaDeviceProp* p, int number) {
   p->multiProcessorCount = device().multiprocessors;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
-  p->maxThreadsPerMultiProcessor = 2048;
+  const int kind = 10 * device().major + device().minor;
+  p->maxThreadsPerMultiProcessor = kind == 75 ? 1024 : kind == 86 || kind == 89 || kind == 120 ? 1536 : 2048;
   p->regsPerBlock = p->regsPerMultiprocessor = p->totalConstMem = 65536;
   p->sharedMemPerBlock = 49152;
   p->sharedMemPerBlockOptin = 232448;

@@ -1,4 +1,4 @@
-"""Which operations CUDA's autocast computes in float32; a CPU's list is another one.
+"""Which operations CUDA's autocast computes in float32, and which it leaves alone; a CPU's lists are others.
 
 The names are those that torch registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`); a test compares them with the torch
 that is installed. Those that run in half precision are the same on both.
@@ -20,3 +20,11 @@ FLOAT32_IF_FREE = (
     "sum.dim_IntList",
 )  # fmt: skip
 """They get `dtype=torch.float32`, unless the call says another one."""
+
+AS_GIVEN = (
+    "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d",
+    "fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d", "grid_sampler_3d", "stft", "stft.center",
+    "quantile", "trace", "polar", "multilabel_margin_loss_forward", "fake_quantize_per_tensor_affine",
+)  # fmt: skip
+"""A CPU's autocast makes their inputs float32; CUDA's has nothing to do with them, but with what they call."""

@@ -41,6 +41,7 @@ class Device:
         cublas: bytes of cuBLAS's workspace, for each thread that multiplies matrices.
         source: where the overhead comes from.
         rates: what it computes and moves in a second at most.
+        processors: streaming multiprocessors.
     """
 
     name: str
@@ -50,6 +51,12 @@ class Device:
     cublas: int
     source: str
     rates: Rates
+    processors: int = 100
+
+    @property
+    def threads(self) -> int:
+        """That one of its processors holds."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
     @property
     def is_cuda(self) -> bool:
@@ -97,13 +104,15 @@ def _rates(card: str, bandwidth: float) -> Rates:
     return Rates(full * 1e12, half * 1e12, bandwidth * 1e9)
 
 
-def _assumed(name: str, memory: int, capability: tuple[int, int], rates: Rates, cublas: int = _AMPERE) -> Device:
-    return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates)
+def _assumed(
+    name: str, memory: int, capability: tuple[int, int], rates: Rates, processors: int, cublas: int = _AMPERE
+) -> Device:
+    return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates, processors)
 
 
 def _v100(name: str, memory: int) -> Device:
     overhead = (400 * MIB, 1343 * MIB, 1500 * MIB)
-    return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _rates("V100", 900))
+    return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _rates("V100", 900), 80)
 
 
 _CPU_RATES = Rates(100e9, 100e9, 20e9)
@@ -123,25 +132,26 @@ DEVICES = {
             _AMPERE,
             _3090,
             _rates("RTX 3090", 936),
+            82,
         ),
-        _assumed("rtx-4090", 24564, (8, 9), _rates("RTX 4090", 1008)),
-        _assumed("rtx-5090", 32607, (12, 0), _rates("RTX 5090", 1792)),
-        _assumed("a6000", 49140, (8, 6), _rates("RTX A6000", 768)),
-        _assumed("a40", 46068, (8, 6), _rates("A40", 696)),
-        _assumed("l40", 46068, (8, 9), _rates("L40", 864)),
-        _assumed("t4", 15360, (7, 5), _rates("T4", 320)),
+        _assumed("rtx-4090", 24564, (8, 9), _rates("RTX 4090", 1008), 128),
+        _assumed("rtx-5090", 32607, (12, 0), _rates("RTX 5090", 1792), 170),
+        _assumed("a6000", 49140, (8, 6), _rates("RTX A6000", 768), 84),
+        _assumed("a40", 46068, (8, 6), _rates("A40", 696), 84),
+        _assumed("l40", 46068, (8, 9), _rates("L40", 864), 142),
+        _assumed("t4", 15360, (7, 5), _rates("T4", 320), 40),
         _v100("v100-16gb", 16384),
         _v100("v100-32gb", 32768),
-        _assumed("a10g", 23028, (8, 6), _rates("A10G", 600)),
-        _assumed("l4", 23034, (8, 9), _rates("L4", 300)),
-        _assumed("l40s", 46068, (8, 9), _rates("L40S", 864)),
-        _assumed("a100-40gb", 40960, (8, 0), _rates("A100", 1555)),
-        _assumed("a100-80gb", 81920, (8, 0), _rates("A100", 2039)),
-        _assumed("h100", 81559, (9, 0), _rates("H100", 3350), _HOPPER),
-        _assumed("h200", 143771, (9, 0), _rates("H200", 4800), _HOPPER),
-        _assumed("b100", 183359, (10, 0), _rates("B100", 8000), _HOPPER),
-        _assumed("b200", 183359, (10, 0), _rates("B200", 8000), _HOPPER),
-        _assumed("mi300x", 196592, (9, 4), _rates("MI300X", 5300), _HOPPER),
+        _assumed("a10g", 23028, (8, 6), _rates("A10G", 600), 80),
+        _assumed("l4", 23034, (8, 9), _rates("L4", 300), 58),
+        _assumed("l40s", 46068, (8, 9), _rates("L40S", 864), 142),
+        _assumed("a100-40gb", 40960, (8, 0), _rates("A100", 1555), 108),
+        _assumed("a100-80gb", 81920, (8, 0), _rates("A100", 2039), 108),
+        _assumed("h100", 81559, (9, 0), _rates("H100", 3350), 132, _HOPPER),
+        _assumed("h200", 143771, (9, 0), _rates("H200", 4800), 132, _HOPPER),
+        _assumed("b100", 183359, (10, 0), _rates("B100", 8000), 132, _HOPPER),
+        _assumed("b200", 183359, (10, 0), _rates("B200", 8000), 148, _HOPPER),
+        _assumed("mi300x", 196592, (9, 4), _rates("MI300X", 5300), 304, _HOPPER),
     )
 }
 
@@ -176,7 +186,8 @@ def look_up(name: str) -> Device | None:
     overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)
     workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
     rates = known.rates if known is not None else _UNKNOWN_RATES
-    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
+    processors = known.processors if known is not None else 100
+    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates, processors)
 
 
 def _of_product(text: str) -> str:
@@ -194,7 +205,7 @@ def _of_memory(text: str) -> Device | None:
     """Some card with that memory: of Ampere's kind, and nothing else is known of it."""
     if not re.fullmatch(r"[0-9.]+ *[kmgt]?i?b", text):
         return None
-    return replace(_assumed(text, 0, (8, 0), _UNKNOWN_RATES), memory=parse_bytes(text), source=_ANY)
+    return replace(_assumed(text, 0, (8, 0), _UNKNOWN_RATES, 100), memory=parse_bytes(text), source=_ANY)
 
 
 def _records() -> dict[str, calibration.CalibrationRecord]:

@@ -5,6 +5,7 @@ tensors that asks for what the target's kernels ask for; real tensors go on bein
 dispatcher, not in a Python function, so that calls from C++ and recomputation in backward meet it as well.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,15 +15,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headway.forecasting.device import recurrent
-from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
+from headway.forecasting.device.autocast import AS_GIVEN, FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.device.devices import Device
+from headway.forecasting.device.reductions import Sizes, of_sums
 
 FLASH_MAX_HEAD = 256
 _HALVES = (torch.float16, torch.bfloat16)
 _SORTED_FROM = 3072
 """Up to so many indices an embedding's backward on CUDA needs no sorting."""
-
-Sizes = Callable[[tuple[Any, ...]], list[int]]
 
 
 def _flash_backward(args: tuple[Any, ...]) -> list[int]:
@@ -132,6 +132,12 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
+
+def scratch(device: Device) -> dict[str, Sizes]:
+    """Bytes that a device's kernels ask torch's allocator for while they run, by operation."""
+    return SCRATCH_OF_CUDA | of_sums(device.processors, device.threads) if device.is_cuda else SCRATCH_OF_CPU
+
+
 OVERSIZED: dict[str, Sizes] = {
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
@@ -224,6 +230,8 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
                     _in_float32(library, name)
+                for name in AS_GIVEN:
+                    _as_given(library, name)
         library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
 
@@ -315,13 +323,33 @@ def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tor
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
 
 
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _as_given(library: torch.library.Library, name: str) -> None:
+    """Under autocast CUDA computes it in the dtype that it is given; what it calls is cast as ever."""
+    operation = _overload(name)
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_composite:
+            return operation.decompose(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return operation(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that another kernel was there
+        library.impl(name, run, "AutocastCPU")  # type: ignore[no-untyped-call]
+
+
 def _in_float32(library: torch.library.Library, name: str) -> None:
     """Under autocast CUDA computes it in float32; where a CPU does too, nothing is to be done."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if has_kernel(f"aten::{name}", "AutocastCPU") or not has_kernel(f"aten::{name}", "AutocastCUDA"):
         return
-    packet, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    operation = _overload(name)
     is_optional = name in FLOAT32_IF_FREE
     place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 

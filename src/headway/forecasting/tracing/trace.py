@@ -24,9 +24,8 @@ from headway.forecasting.device.kernels import (
     MATMUL,
     NAMESPACES,
     OVERSIZED,
-    SCRATCH_OF_CPU,
-    SCRATCH_OF_CUDA,
     UNKNOWN_SCRATCH,
+    scratch,
 )
 from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.gathered import GatheredStorages
@@ -111,7 +110,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table = SCRATCH_OF_CUDA if device.is_cuda else SCRATCH_OF_CPU
+        self._table = scratch(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -141,7 +140,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.last = name
         self._operations[name] += 1
         self._count_unsure(name, args)
-        scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
+        asked = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         result = func(*args, **(kwargs or {}))
@@ -150,7 +149,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         self._results(result, name, args)
-        for event in scratch:
+        for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
             self._sharded(name, args, kwargs or {})
