@@ -8,7 +8,8 @@ import click
 from headway.cli.estimate_training import calibration_text, forecast_text, ranking_text, script_text
 from headway.cli.options import EARLIER_NAMES, JSON, POSITIVE, GroupedCommand, examples, model_option, option
 from headway.errors import ConfigError
-from headway.forecasting.device.devices import find
+from headway.forecasting.device.devices import DEVICES, find
+from headway.planning.tasks import TASKS
 
 _ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
 
@@ -36,6 +37,7 @@ _OF_SCRIPTS = ("device", "budget", "page", "as_json")
 """Options that a script does not decide itself."""
 
 _OF_RUNNING = ("dtype", "batch_size", "sequence")
+LOOPS = ("plain", "zero_grad_before_backward", "loss_function")
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
@@ -71,8 +73,10 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
 
 
 def _echo_forecast(model: str, given: dict[str, Any]) -> None:
-    if "dtype" in given:
-        raise ConfigError("--dtype is for running a model and --device for training it; give one of them")
+    if given.get("dtype", "").startswith("int"):
+        raise ConfigError(
+            f"--dtype {given['dtype']} is for running a model; training takes float32, bfloat16 or float16"
+        )
     if "global_batch_size" not in given:
         click.echo(forecast_text(model, **given))
         return
@@ -96,9 +100,12 @@ _SEARCHED = (
 )
 _MEASURED = "Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts."
 _DRAWN = "Also write an HTML page of a forecast: memory over the step and against the batch size."
-_HERE = "Forecast training on this GPU, such as rtx-3090 or a100-80gb; this: the machine's own."
+_HERE = (
+    f"Forecast training on this GPU: {', '.join(name for name in DEVICES if name != 'cpu')}; this: the machine's own; a product's "
+    "name, as nvidia-smi prints it; or 48GiB: some GPU with that memory."
+)
 _RUN = "FOLDER is your training script; it runs with ARGS up to its second update."
-_PLACED = "Place the model in this dtype.  [default: what the config says]"
+_PLACED = "Place the model in this dtype; with --device, train its weights in it.  [default: what the config says]"
 
 command = GroupedCommand(
     "estimate",
@@ -116,9 +123,24 @@ command = GroupedCommand(
         model_option("optimizer", "Training"),
         model_option("precision", "Training", "  [default: no]"),
         model_option("activation_checkpointing", "Training"),
-        option("--accumulation", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE),
+        option("--gradient_accumulation_steps", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE),
         option(
             "--attention", "eager|sdpa", "Training", "The model's attention.  [default: the model's]", ("eager", "sdpa")
+        ),
+        option(
+            "--task",
+            "NAME",
+            "Training",
+            f"The model's head: {', '.join(TASKS)}.  [default: the config's]",
+            tuple(TASKS),
+        ),
+        option("--lora", "r=N", "Training", "Train PEFT's LoRA of this rank; the model itself is frozen."),
+        option(
+            "--loop",
+            "NAME",
+            "Training",
+            f"What holds memory between the calls: {', '.join(LOOPS)}.  [default: plain]",
+            LOOPS,
         ),
         model_option("ranks", "Training", " Goes with --strategy."),
         model_option("strategy", "Training", " over --ranks; the answer is for rank 0."),

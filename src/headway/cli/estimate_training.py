@@ -13,8 +13,9 @@ from headway.tracking.report.forecast_page import forecast_page
 _ONE_GPU = "it ranks ways to train on one GPU, and `headway plan` ranks layouts"
 NOT_FOR_RANKING = {
     "batch_size": "the micro-batch is searched for",
-    "accumulation": "it follows from the micro-batch",
+    "gradient_accumulation_steps": "it follows from the micro-batch",
     "longest": "it is a search at one batch size",
+    "lora": "it ranks ways to train the whole model",
     "page": "its charts are of one configuration",
     **dict.fromkeys(("strategy", "ranks", "machine_ranks"), _ONE_GPU),
 }
@@ -39,10 +40,12 @@ def forecast_text(
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that the help does not wait for torch.
     from headway.planning.forecast import forecast
-    from headway.planning.sources import find, lengths, trainable
+    from headway.planning.sources import find, lengths, lora_rank, trainable
 
-    source = find(model, given.setdefault("batch_size", 1), given.pop("sequence", None))
-    make, batch, loss = trainable(source, given.pop("attention", None))
+    source = find(model, given.setdefault("batch_size", 1), given.pop("sequence", None), given.pop("task", None))
+    rank = lora_rank(given.pop("lora")) if "lora" in given else None
+    make, batch, loss = trainable(source, given.pop("attention", None), given.pop("dtype", None), rank)
+    given["accumulation"] = given.pop("gradient_accumulation_steps", 1)
     given["recompute"] = given.pop("activation_checkpointing", False)
     found = forecast(make, batch, loss=loss, longest=lengths(source) if longest else None, **given)
     if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
@@ -86,8 +89,8 @@ def ranking_text(model: str, as_json: bool = False, **given: Any) -> tuple[str, 
     from headway.planning.cheapest import cheapest, table
     from headway.planning.sources import find, trainable
 
-    source = find(model, 1, given.get("sequence"))
-    make, batch, loss = trainable(source)
+    source = find(model, 1, given.get("sequence"), given.get("task"))
+    make, batch, loss = trainable(source, dtype=given.get("dtype"))
     rows = cheapest(
         make,
         batch,
@@ -99,6 +102,7 @@ def ranking_text(model: str, as_json: bool = False, **given: Any) -> tuple[str, 
         recompute=(True,) if "activation_checkpointing" in given else (False, True),
         attention=(given.get("attention"),),
         loss=loss,
+        loop=given.get("loop", "plain"),
     )
     has_room = any(row.fits for row in rows)
     if as_json:

@@ -53,13 +53,15 @@ CONFIG_FILE = option(
     "--config_file", "PATH", "Configuration", "Config file.  [default: the one that `headway config` writes]"
 )
 EARLIER_NAMES = {
+    "accumulation": "gradient_accumulation_steps",
+    "mixed_precision": "precision",
     "batch": "batch_size",
     "checkpoint_activations": "activation_checkpointing",
     "memory": "budget",
     "num_tokens": "sequence",
     "recompute": "activation_checkpointing",
 }
-"""What `estimate` and `plan` called these options before they had one set of names; accepted until the next release."""
+"""Other names of options of `estimate` and `plan`: earlier ones, accepted until the next release, and those of launch."""
 
 
 def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:

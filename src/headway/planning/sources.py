@@ -18,6 +18,7 @@ from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.masks import unmasked as unmasked
 from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import Step
+from headway.planning.tasks import TASKS
 
 # Encoders are known as causal models too, so what a model was made for comes first.
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
@@ -47,13 +48,14 @@ class Source:
     has_plan: bool = False
 
 
-def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
+def find(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
     """Find what a user names.
 
     Args:
         text: a folder with a transformers config.json, such a file, a model type ("llama"), or "module:function".
         batch: samples of one data shard.
         sequence: tokens of each; None: as many as the model allows, up to 4096.
+        task: one of TASKS; None: what the config's architecture, or the model type, learns.
 
     Raises:
         ConfigError: it is none of those, or cannot be read.
@@ -61,7 +63,7 @@ def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
     """
     path = Path(text)
     if path.is_file() or (path / "config.json").is_file():
-        return of_config(config_of(path), str(text), batch, sequence)
+        return of_config(config_of(path), str(text), batch, sequence, task)
     module, colon, function = text.partition(":")
     if colon:
         return _of_function(module, function, text)
@@ -75,7 +77,7 @@ def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
             f"{text!r} is neither a folder or file with a transformers config, nor a model type of transformers "
             f"{transformers.__version__}{hint or ''}, nor module:function"
         )
-    return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence)
+    return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence, task)
 
 
 def skeleton_from(folder: str | Path) -> nn.Module:
@@ -134,7 +136,7 @@ def skeleton_of(
     return model
 
 
-def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = None) -> Source:
+def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
     """A transformers model by its config.
 
     Raises:
@@ -142,26 +144,33 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False  # nothing is kept for a next token in training
+    kinds: tuple[str, ...] = _KINDS
+    if task is not None:
+        config.architectures, kinds = None, (TASKS[task][0],)
 
     def make() -> nn.Module:
-        return unmasked(skeleton_of(config, where, _KINDS, include_buffers=True))
+        return unmasked(skeleton_of(config, where, kinds, include_buffers=True))
 
     model = make()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
-    step, tokens, shown = _step_of(model, where, batch, sequence)
+    step, tokens, shown = _step_of(model, where, batch, sequence, task)
     return Source(title, make, step, tokens, shown, has_plan)
 
 
-def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> tuple[Step | None, int, str]:
+def _step_of(
+    model: nn.Module, where: str, batch: int, sequence: int | None, task: str | None
+) -> tuple[Step | None, int, str]:
+    _, of_tokens, of_samples = TASKS[task] if task is not None else ("", _beside(model), ())
     kind: str = getattr(model, "main_input_name", "")
     config: Any = model.config
     if kind == "pixel_values":
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if not isinstance(size, int):
             return None, 0, "no batch: the config does not give the image size"
-        return BatchOfModel(batch, (channels, size, size), (kind,)), 0, f"{batch} image(s) of {size} x {size}"
+        shown = f"{batch} image(s) of {size} x {size}"
+        return BatchOfModel(batch, (channels, size, size), (kind,), per_sample=of_samples), 0, shown
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
     limit = getattr(config, "max_position_embeddings", None)
@@ -172,7 +181,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    step = BatchOfModel(batch, (length,), (kind, *_beside(model)), limit or _ENDLESS)
+    step = BatchOfModel(batch, (length,), (kind, *of_tokens), limit or _ENDLESS, of_samples)
     return step, batch * length, f"{batch} x {length:,} tokens"
 
 
@@ -193,17 +202,20 @@ class BatchOfModel:
         shape: of each: tokens, or channels, height and width.
         names: under which they go into the model.
         longest: the most tokens that the model allows; 0: it takes none.
+        per_sample: names of labels, of which a sample has one.
     """
 
     batch: int
     shape: tuple[int, ...]
     names: tuple[str, ...]
     longest: int = 0
+    per_sample: tuple[str, ...] = ()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the model is called with."""
         dtype = torch.long if self.longest else torch.float32
-        return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype))
+        labels = dict.fromkeys(self.per_sample, torch.zeros(self.batch, dtype=torch.long))
+        return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype)) | labels
 
     def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Of these inputs."""
@@ -221,17 +233,32 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return first.float().mean() if found is None else found
 
 
+def lora_rank(text: str) -> int:
+    """The N of "r=N".
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    number = text.removeprefix("r=")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--lora {text!r}: give the rank of LoRA's matrices, as in --lora r=16")
+    return int(number)
+
+
 def trainable(
-    source: Source, attention: str | None = None
+    source: Source, attention: str | None = None, dtype: str | None = None, lora: int | None = None
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
     """What makes the model, what gives a batch of so many samples, and the loss of its outputs.
 
     Args:
         source: of a transformers config.
         attention: "eager" or "sdpa"; None: the model's own.
+        dtype: of the weights; None: float32.
+        lora: rank of PEFT's LoRA, whose matrices alone learn; None: everything learns.
 
     Raises:
-        ConfigError: it is not known how to call the model.
+        ConfigError: it is not known how to call the model, or PEFT does not know which of its layers to adapt.
+        OptionalDependencyMissing: PEFT is not installed.
     """
     step = source.step
     if not isinstance(step, BatchOfModel):
@@ -244,9 +271,20 @@ def trainable(
         model = source.make()
         if attention is not None:
             model.set_attn_implementation(attention)  # type: ignore[operator]
-        return model
+        if dtype is not None:
+            model.to(getattr(torch, dtype))
+        return model if lora is None else _adapted(model, lora)
 
     return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: loss_of(outputs)
+
+
+def _adapted(model: nn.Module, rank: int) -> nn.Module:
+    peft = require("peft", "--lora needs", "peft")
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
+    except ValueError as error:
+        raise ConfigError(f"--lora: PEFT cannot adapt {type(model).__name__}: {error}") from error
+    return adapted
 
 
 def lengths(source: Source) -> LongestSequence:

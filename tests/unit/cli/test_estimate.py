@@ -265,9 +265,37 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
     options = ("--device", "t4", "--sequence", 32, "--global_batch_size", 64)
     assert "`headway plan` ranks layouts" in run(folder, *options, "--ranks", 8, "--strategy", "fsdp", code=2)
     # Any other option of a forecast is either one of its own or refused with a reason.
-    own = {"global_batch_size", "device", "budget", "sequence", "optimizer", "precision", "attention", "as_json"}
+    own = {
+        "global_batch_size",
+        "device",
+        "task",
+        "loop",
+        "budget",
+        "sequence",
+        "optimizer",
+        "precision",
+        "attention",
+        "as_json",
+    }
     others = {"folder", "arguments", "script", "calibrate", "inference", "dtype", "activation_checkpointing"}
     assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
+
+
+def test_a_head_adapters_and_a_loop(run, folder):
+    options = ("--device", "48GiB", "--sequence", 32, "--batch_size", 4, "--json")
+    whole = json.loads(run(folder, *options))
+    assert whole["device"] == "48gib"
+    thin = json.loads(run(folder, *options, "--lora", "r=4"))
+    assert thin["split"].get("optimizer state", 0) < whole["split"]["optimizer state"] / 4
+    half = json.loads(run(folder, *options, "--dtype", "bfloat16"))
+    assert half["split"]["weights"] < 0.6 * whole["split"]["weights"]
+    kept, dropped = (json.loads(run(folder, *options, "--loop", name)) for name in ("plain", "loss_function"))
+    assert kept == {**whole, "seconds": kept["seconds"]}
+    assert dropped["allocated"] <= kept["allocated"]
+    labelled = run(folder, *options[:-1], "--task", "token-classification")
+    assert "ForTokenClassification" in labelled
+    assert "as in --lora r=16" in run(folder, *options, "--lora", "16x", code=2)
+    assert "sequence_classification" in run(folder, *options, "--task", "parsing", code=2)
 
 
 def test_earlier_names_of_options_are_accepted_and_not_shown(run, folder):
@@ -298,4 +326,4 @@ def test_a_page_and_the_longest_sequence(run, folder, tmp_path):
 
 def test_training_and_running_are_told_apart(run, folder):
     assert "add --device" in run(folder, "--precision", "bf16", code=2)
-    assert "--dtype is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)
+    assert "--dtype int8 is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)

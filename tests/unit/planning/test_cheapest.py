@@ -174,7 +174,7 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     assert [(row["micro_batch"], row["fits"], row["recompute"]) for row in found] == [(1, False, True)]
     wrong = run("--accumulation", "2")
     assert isinstance(wrong.exception, ConfigError)
-    assert "--accumulation and --global_batch_size" in str(wrong.exception)
+    assert "--gradient_accumulation_steps and --global_batch_size" in str(wrong.exception)
 
 
 class Attention(nn.Module):
