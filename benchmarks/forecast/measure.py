@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.forecast.models import CASES, Case
 from benchmarks.forecast.truth import peak
 from benchmarks.timing import machine
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.forecasting.device.devices import MIB, find
 from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace

@@ -6,7 +6,7 @@ headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each 
 
 from typing import Any
 
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError
 from headway.runtime.collectives.checked import Collectives

@@ -13,22 +13,22 @@ from headway.version import __version__ as __version__
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
-    "AORecipeKwargs": "headway.config.float8",
-    "ActivationCheckpointing": "headway.config.strategies",
+    "AORecipeKwargs": "headway.config.engines",
+    "ActivationCheckpointing": "headway.config.engines",
     "AlignDevicesHook": "headway.compat.accelerate.modules.align",
-    "AutocastKwargs": "headway.config.strategies",
+    "AutocastKwargs": "headway.config.engines",
     "CpuOffload": "headway.compat.accelerate.modules.hooks",
     "CustomDtype": "headway.offload.placement.sizes",
-    "DDPCommunicationHookType": "headway.config.strategies",
+    "DDPCommunicationHookType": "headway.config.engines",
     "DataLoaderConfiguration": "headway.config.run",
-    "DistributedDataParallelKwargs": "headway.config.strategies",
+    "DistributedDataParallelKwargs": "headway.config.engines",
     "EarlyStoppingCallback": "headway.trainer.callbacks",
     "EvalPrediction": "headway.trainer.results",
-    "Float8Options": "headway.config.float8",
+    "Float8Options": "headway.config.engines",
     "GeneralTracker": "headway.tracking.base",
-    "GradScalerKwargs": "headway.config.strategies",
+    "GradScalerKwargs": "headway.config.engines",
     "GradientAccumulationPlugin": "headway.config.run",
-    "InitProcessGroupKwargs": "headway.config.strategies",
+    "InitProcessGroupKwargs": "headway.config.engines",
     "LocalSGD": "headway.training.local_sgd",
     "LoggerType": "headway.tracking.base",
     "LongestSequence": "headway.forecasting.solve",
@@ -36,16 +36,16 @@ _PLACES = {
     "ModelHook": "headway.compat.accelerate.modules.hooks",
     "NonFinitePolicy": "headway.training.checks.finite",
     "OffloadedWeightsLoader": "headway.offload.dat_folder",
-    "PipelineOptions": "headway.config.layout.pipeline",
-    "Preemption": "headway.config.preemption",
+    "PipelineOptions": "headway.config.parallelism",
+    "Preemption": "headway.config.run",
     "PrefixedDataset": "headway.offload.dat_folder",
     "PrinterCallback": "headway.trainer.display",
-    "ProfileKwargs": "headway.config.strategies",
+    "ProfileKwargs": "headway.config.engines",
     "ProgressCallback": "headway.trainer.display",
     "ProjectConfiguration": "headway.config.run",
     "SequentialHook": "headway.compat.accelerate.modules.hooks",
-    "ShardingOptions": "headway.config.layout.sharding",
-    "TensorParallelOptions": "headway.config.layout.tensor",
+    "ShardingOptions": "headway.config.parallelism",
+    "TensorParallelOptions": "headway.config.parallelism",
     "Tracker": "headway.tracking.base",
     "Trainer": "headway.trainer.trainer",
     "TrainerCallback": "headway.trainer.callbacks",
@@ -165,24 +165,24 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
-    from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
-    from headway.config.float8 import AORecipeKwargs as AORecipeKwargs
-    from headway.config.float8 import Float8Options as Float8Options
-    from headway.config.layout.context import TorchContextParallelConfig as TorchContextParallelConfig
-    from headway.config.layout.pipeline import PipelineOptions as PipelineOptions
-    from headway.config.layout.sharding import ShardingOptions as ShardingOptions
-    from headway.config.layout.tensor import TensorParallelOptions as TensorParallelOptions
-    from headway.config.preemption import Preemption as Preemption
+    from headway.config.engines import ActivationCheckpointing as ActivationCheckpointing
+    from headway.config.engines import AORecipeKwargs as AORecipeKwargs
+    from headway.config.engines import AutocastKwargs as AutocastKwargs
+    from headway.config.engines import DDPCommunicationHookType as DDPCommunicationHookType
+    from headway.config.engines import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from headway.config.engines import Float8Options as Float8Options
+    from headway.config.engines import GradScalerKwargs as GradScalerKwargs
+    from headway.config.engines import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from headway.config.engines import ProfileKwargs as ProfileKwargs
+    from headway.config.engines import TorchDynamoPlugin as TorchDynamoPlugin
+    from headway.config.layout_request import TorchContextParallelConfig as TorchContextParallelConfig
+    from headway.config.parallelism import PipelineOptions as PipelineOptions
+    from headway.config.parallelism import ShardingOptions as ShardingOptions
+    from headway.config.parallelism import TensorParallelOptions as TensorParallelOptions
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from headway.config.run import Preemption as Preemption
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
-    from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
-    from headway.config.strategies import AutocastKwargs as AutocastKwargs
-    from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
-    from headway.config.strategies import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
-    from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from headway.config.strategies import ProfileKwargs as ProfileKwargs
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.forecasting.solve import LongestSequence as LongestSequence
     from headway.launch.notebook import debug_launcher as debug_launcher

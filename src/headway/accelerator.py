@@ -17,15 +17,31 @@ from headway.checkpoint.resume.restored import Restored
 from headway.checkpoint.resume.run import RunState
 from headway.common import scope, traces
 from headway.common.optional import Later
-from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
-from headway.config.float8 import Float8Options
-from headway.config.layout.choice import RequestedLayout
-from headway.config.layout.request import LayoutPlugin
+from headway.config.engines import (
+    ActivationCheckpointing,
+    AutocastKwargs,
+    Backend,
+    Float8Options,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+    collect_options,
+    compiler,
+)
+from headway.config.layout_choice import RequestedLayout
+from headway.config.layout_request import LayoutPlugin
 from headway.config.load import UNSET, run_setting
-from headway.config.preemption import Preemption, preemption_settings
-from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    Preemption,
+    ProjectConfiguration,
+    caller,
+    is_automatic,
+    loading_settings,
+    preemption_settings,
+    project_settings,
+    windows,
+)
 from headway.config.values import known_keywords
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.rules import LoadingRules, TorchRules
@@ -115,7 +131,7 @@ class Accelerator(RankAware):
         global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
             "numpy", "device" (or its kind, "cuda" say).
-        kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
+        kwargs_handlers: options of the engines underneath, one each of `headway.config.engines`.
         dynamo_backend: compile models at prepare() by torch.compile with this backend, "inductor" say; None or "no": do not.
         dynamo_plugin: the same with its settings, a `TorchDynamoPlugin`.
         project_dir: where the run keeps files; or a `project_config`.
@@ -129,7 +145,7 @@ class Accelerator(RankAware):
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
-            (`headway.config.layout.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
+            (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
 
     Raises:
         ConfigError: contradicting or impossible settings.

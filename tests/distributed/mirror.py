@@ -8,7 +8,7 @@ import tomllib
 import torch
 
 from headway import Accelerator
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway import Accelerator, PipelineOptions
-from headway.config.layout.mesh import parse
+from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.dry_run.drive import CutSequences, Pipeline
 from headway.planning.dry_run.meter import StepMeter

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.runtime import group
 from headway.runtime.collectives.coalesced import can_coalesce, start_all
 from headway.runtime.heartbeat.flight_recorder import Recorder

@@ -12,7 +12,7 @@ import headway
 from benchmarks.forecast.snapshot import compare
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.forecasting.answer import Forecast
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import find, named

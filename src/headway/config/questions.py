@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config import mesh
 from headway.config.launch import PRECISIONS, SETTINGS, LaunchConfig
-from headway.config.layout import mesh
 from headway.config.values import from_text
 from headway.errors import ConfigError
 

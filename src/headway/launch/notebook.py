@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.common import env
 from headway.common.optional import require
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.config.launch import SETTINGS
 from headway.config.load import Value, resolve
 from headway.config.values import from_file

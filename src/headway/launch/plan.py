@@ -9,8 +9,8 @@ from typing import Any
 from headway.common import env
 from headway.common.untrusted import whole_number
 from headway.config.launch import DEFAULT_GRACE, SETTINGS
-from headway.config.layout.mesh import Layout
 from headway.config.load import Resolved, payload
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import spread, stand_in
 from headway.launch.machine.clusters import Cluster, ClusterTask, check_agreement

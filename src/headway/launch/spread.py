@@ -1,9 +1,9 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
+from headway.config import layout_choice, mesh
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
-from headway.config.layout import mesh, outside, survivors
-from headway.config.layout.mesh import Layout
 from headway.config.load import COMMAND_LINE, Resolved
+from headway.config.mesh import Layout
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -19,7 +19,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         ConfigError: it does not fit the processes, or is not there yet.
     """
     text = resolved.get("strategy")
-    if text is None or outside.find(text) is not None:
+    if text is None or mesh.find(text) is not None:
         return None
     asked = mesh.parse(text)
     try:
@@ -72,8 +72,8 @@ def after_losses(resolved: Resolved, found: Layout | None, num_machines: int, nu
         return ()
     text, notes = resolved.get("strategy"), []
     for count in reversed(range(fewest, num_machines)):
-        left = survivors.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
-        said = survivors.changed(text, left, num_machines * num_local, count * num_local, num_local)
+        left = layout_choice.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
+        said = layout_choice.changed(text, left, num_machines * num_local, count * num_local, num_local)
         notes += [f"with {count} of {num_machines} machines: {said}"] if said else []
     return tuple(notes)
 

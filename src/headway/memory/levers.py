@@ -5,7 +5,7 @@ from types import FrameType
 
 import torch
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.memory.census import TensorCensus
 from headway.memory.use import MemoryUse
 

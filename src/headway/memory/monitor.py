@@ -10,7 +10,7 @@ import torch
 
 from headway.common import scope
 from headway.common.optional import Later
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
 from headway.memory.peaks import PeakReader

@@ -12,7 +12,7 @@ import torch
 
 from headway.common import scope
 from headway.common.callsite import stack
-from headway.common.units import format_bytes, parse_bytes
+from headway.common.text import format_bytes, parse_bytes
 from headway.memory.census import CATEGORIES, LiveStorage, TensorCensus, frames_of, take
 from headway.memory.levers import MemorySuggestion, find_levers
 from headway.memory.oom import EmergencyReserve, is_out_of_memory

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.log import get_logger
 from headway.offload.pinning import pin, pinnable
 from headway.offload.placement.budget import available_memory

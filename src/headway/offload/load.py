@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.offload.offload_folder import offload

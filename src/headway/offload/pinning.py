@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from headway.common import env
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.log import get_logger
 from headway.offload.placement.budget import available_memory
 from headway.runtime.arenas import arenas

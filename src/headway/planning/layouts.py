@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.layout.mesh import Layout, parse
-from headway.config.strategies import DDPCommunicationHookType, EngineOptions
+from headway.config.engines import DDPCommunicationHookType, EngineOptions
+from headway.config.mesh import Layout, parse
 from headway.config.values import check_count
 from headway.errors import UnsupportedError
 from headway.forecasting.tracing.buckets import replica

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.strategies.fully_sharded.gradients import local
 
 _BOTH = "shard_cp"

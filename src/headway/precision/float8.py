@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.common.optional import require
-from headway.config.float8 import Float8Options
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions, Float8Options
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.device import Hardware

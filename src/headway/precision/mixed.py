@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import FullPrecision, GradientParts, Precision

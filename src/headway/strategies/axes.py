@@ -3,7 +3,7 @@
 from typing import Any
 
 from headway.common.optional import Later
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 
 device_mesh = Later("torch.distributed.device_mesh")
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from headway.common import env, scope
-from headway.common.units import format_bytes, format_seconds
+from headway.common.text import format_bytes, format_seconds
 from headway.errors import ConfigError
 from headway.runtime import events
 from headway.runtime.process import current

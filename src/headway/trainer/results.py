@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.accelerator import Accelerator
-from headway.common.units import format_bytes, format_seconds
+from headway.common.text import format_bytes, format_seconds
 from headway.runtime.collectives.tree import Tree
 from headway.trainer.callbacks import TrainerState
 from headway.trainer.settings.arguments import TrainingArguments

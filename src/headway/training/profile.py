@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from headway.config.strategies import ProfileKwargs
+from headway.config.engines import ProfileKwargs
 from headway.errors import ConfigError
 from headway.log import get_logger
 

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from headway.cli import main
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.launch import run
 from headway.launch.machine import machine
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headway.config.launch import LaunchConfig
-from headway.config.layout.mesh import parse
+from headway.config.mesh import parse
 from headway.config.questions import NONE, SOME, SPREADS, ConfigQuestion, interview
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway.common.sealing import Seal, UnsealedCounter
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
 from headway.runtime.collectives.checked import Collectives

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator
-from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
+from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision

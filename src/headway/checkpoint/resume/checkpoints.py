@@ -19,8 +19,7 @@ from headway.checkpoint.saving.place import CheckpointFolder
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
 from headway.common.optional import Later
-from headway.config.preemption import Preemption
-from headway.config.run import ProjectConfiguration
+from headway.config.run import Preemption, ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.runtime.control_plane.attendance import SAVE, Attendance, Attended

@@ -6,7 +6,7 @@ from pathlib import Path
 from headway.checkpoint.resume.evaluation import EvaluationStart
 from headway.checkpoint.resume.run import RunState
 from headway.common import env
-from headway.config.preemption import Preemption
+from headway.config.run import Preemption
 from headway.data.loader import PreparedLoader
 from headway.errors import Preempted
 from headway.launch.agent.records import PreemptedRun

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.checkpoint.format.typed_reader import TypedReader
 from headway.common.untrusted import printable
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 
 
 @dataclass

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.launch.machine import machine, network
 
 _OLDEST_TORCH = (2, 11)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 
 # Version 1 writes a huge number where there is no limit.
 _NO_LIMIT = 1 << 60

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.common.units import format_seconds
+from headway.common.text import format_seconds
 from headway.launch.watch import frames as stacks
 from headway.launch.watch.views import LATE, CollectiveCall, RankView
 from headway.runtime.control_plane.attendance import SAVE

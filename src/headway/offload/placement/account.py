@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.common.text import columns
-from headway.common.units import format_bytes
+from headway.common.text import columns, format_bytes
 from headway.offload.placement.budget import Device
 from headway.offload.placement.solver import Solution
 from headway.offload.placement.survey import ModuleTree

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import DeviceMapError
 from headway.log import get_logger
 from headway.offload.placement.account import PlacementReport, account_of

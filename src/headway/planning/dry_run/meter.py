@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.forecasting.tracing.work import flops_of
 from headway.strategies.fully_sharded.gradients import local
 

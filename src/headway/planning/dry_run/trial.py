@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.fake import fill

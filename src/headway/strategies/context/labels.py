@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from headway.config.layout.context import TorchContextParallelConfig
+from headway.config.layout_request import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import check as context_check

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.common.optional import Later
 from headway.common.text import listed
-from headway.config.strategies import DDPCommunicationHookType as Hook
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DDPCommunicationHookType as Hook
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import HeadwayError, StateError, UnsupportedError
 from headway.memory.batch_size import attempt
 from headway.precision.base import Precision

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
+from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives

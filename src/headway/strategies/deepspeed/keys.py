@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from math import log2
 from typing import Any
 
-from headway.config.strategies import GradScalerKwargs
+from headway.config.engines import GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.strategies.deepspeed.plugin import AUTO, HfDeepSpeedConfig
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.common.untrusted import parse_json, shown
+from headway.config.engines import EngineOptions
 from headway.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
-from headway.config.layout.choice import RequestedLayout, ResolvedLayout
-from headway.config.layout.mesh import ENGINES
+from headway.config.layout_choice import RequestedLayout, ResolvedLayout
 from headway.config.load import run_setting
-from headway.config.strategies import EngineOptions
+from headway.config.mesh import ENGINES
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.process import ProcessRuntime
 

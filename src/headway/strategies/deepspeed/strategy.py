@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from headway.common import env
 from headway.common.optional import require
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from headway.common.optional import Later
-from headway.config.float8 import Float8Options
-from headway.config.layout.sharding import ShardingOptions
+from headway.config.engines import Float8Options
+from headway.config.parallelism import ShardingOptions
 from headway.errors import UnsupportedError
 from headway.log import get_logger
 from headway.strategies.blocks import holders_of

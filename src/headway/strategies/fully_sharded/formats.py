@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headway.common.optional import Later
-from headway.config.layout.sharding import ShardingOptions
+from headway.config.parallelism import ShardingOptions
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.strategies.fully_sharded import fsdp_state as gathered

@@ -15,12 +15,11 @@ import torch
 
 from headway.common import scope, traces
 from headway.common.optional import Later
-from headway.common.units import format_bytes
-from headway.config.float8 import Float8Options
-from headway.config.layout.context import TorchContextParallelConfig
-from headway.config.layout.mesh import DATA_AXES, Layout, written
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.common.text import format_bytes
+from headway.config.engines import Float8Options
+from headway.config.layout_request import TorchContextParallelConfig
+from headway.config.mesh import DATA_AXES, Layout, written
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger

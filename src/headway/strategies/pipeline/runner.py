@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headway import errors
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.parallelism import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory

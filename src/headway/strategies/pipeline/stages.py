@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.parallelism import PipelineOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.blocks import find_blocks
 

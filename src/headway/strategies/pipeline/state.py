@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.runtime.collectives.checked import Collectives
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 from headway.weights.shards import TensorSpec

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.tensor import plans
 from headway.strategies.tensor.plans import ModelSplit

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.tensor import STYLES, TensorParallelOptions, unknown_style
+from headway.config.parallelism import STYLES, TensorParallelOptions, unknown_style
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.tensor import adapters, styles
 from headway.strategies.tensor.crossings import SplitAxis

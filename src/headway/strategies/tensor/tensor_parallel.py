@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.common.optional import Later
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.blocks import holders_of

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import ConfigError, MetricError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import Tree, tensors

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.common import env
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.config.compiling import TorchDynamoPlugin
+from headway.config.engines import TorchDynamoPlugin
 from headway.log import get_logger
 from headway.strategies.blocks import find_blocks
 from headway.training.compiling.toolchain import check_toolchain

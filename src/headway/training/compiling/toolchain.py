@@ -6,7 +6,7 @@ import torch
 
 from headway.common import env
 from headway.common.optional import available
-from headway.config.compiling import TorchDynamoPlugin
+from headway.config.engines import TorchDynamoPlugin
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 

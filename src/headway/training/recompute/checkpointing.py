@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.runtime.collectives import coalesced
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import CPU

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.float8 import Float8Options
-from headway.config.layout.mesh import Layout
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.config.engines import Float8Options
+from headway.config.mesh import Layout
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.strategies.build import _check_replayed
 from headway.strategies.context.check import check_options

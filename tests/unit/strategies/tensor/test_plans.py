@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.layout.tensor import STYLES, TensorParallelOptions
+from headway.config.parallelism import STYLES, TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.tensor import heads, plans, sequence, styles
 from headway.strategies.tensor.crossings import SplitAxis

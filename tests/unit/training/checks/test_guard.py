@@ -13,7 +13,7 @@ from torch import nn
 from headway import Accelerator, GradScalerKwargs
 from headway.runtime import events
 from headway.tracking.report.data import load
-from headway.tracking.report.facts import headline
+from headway.tracking.report.tables import headline
 from headway.training.checks import guard
 
 

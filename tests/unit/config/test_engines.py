@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.config.strategies import (
+from headway.config.engines import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,

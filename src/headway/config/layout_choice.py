@@ -1,24 +1,115 @@
 """Which layout a run takes, and its options: the Accelerator's arguments, the launcher's settings, and what they mean together.
 
 Code wins over the config file and the environment; code against the command line is an error, as for every setting.
+
+The layout of a run that goes on with fewer ranks than it was launched on, after machines were lost. Torch-free.
+
+The sizes that were asked for stay where they fit. Where they do not::
+
+    tp, cp            shrink to a divisor of what they were, as heads and sequences divide by those too
+    pp                becomes shards, as stages stand beside replicas alone
+    replicas, shards  share the ranks that remain: as many replicas as there can be without a larger part of the model on any rank
+
+All ranks that are left take part. `fsdp+tp=2` of 8 ranks is 3 x 2 on 6 and fsdp=7 on 7; `hsdp=2` of 4 is fsdp=3 on 3.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from math import gcd
 from typing import Any
 
+from headway.config import mesh
+from headway.config.engines import ActivationCheckpointing, EngineOptions
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
-from headway.config.layout import mesh, outside, survivors
-from headway.config.layout.context import TorchContextParallelConfig
-from headway.config.layout.mesh import Layout
-from headway.config.layout.request import LayoutPlugin, LayoutRequest
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.load import COMMAND_LINE, ranks_per_machine, run_setting
-from headway.config.strategies import ActivationCheckpointing, EngineOptions
+from headway.config.layout_request import LayoutPlugin, LayoutRequest, TorchContextParallelConfig
+from headway.config.load import COMMAND_LINE, asked_num_processes, ranks_per_machine, run_setting
+from headway.config.mesh import Asked, Layout, parse, written
+from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 
 log = get_logger(__name__)
+
+_INNER = ("tp", "cp", "pp")
+"""Axes whose ranks read the same data, in the order in which they keep their ranks."""
+
+
+def launched_on(num_ranks: int) -> int | None:
+    """How many ranks the run was launched on, where machines have been lost since; else None, and without the launcher."""
+    asked = asked_num_processes()
+    return asked[-1] if asked is not None and num_ranks in asked[:-1] else None
+
+
+def on_ranks(asked: Asked, num_ranks: int, ranks_per_machine: int) -> Layout:
+    """The layout on this run's ranks, as it was asked for or as it fits what is left.
+
+    Args:
+        asked: the layout.
+        num_ranks: over all machines, now.
+        ranks_per_machine: how many each has.
+
+    Raises:
+        ConfigError: the sizes do not fit, and no rank was lost.
+    """
+    launched = launched_on(num_ranks)
+    if launched is None:
+        return asked.resolve(num_ranks, ranks_per_machine)
+    return after_loss(asked, launched, num_ranks, ranks_per_machine)
+
+
+def after_loss(asked: Asked, launched: int, left: int, ranks_per_machine: int | None = None) -> Layout:
+    """The layout with which a run goes on.
+
+    Args:
+        asked: the layout that it was launched with.
+        launched: ranks that it had.
+        left: ranks that it has, fewer.
+        ranks_per_machine: how many each machine has; None: all are on one.
+    """
+    whole = asked.resolve(launched, ranks_per_machine)
+    as_asked = _resolved(asked, left, ranks_per_machine)
+    if as_asked is not None and not any(_size(whole, axis) % _size(as_asked, axis) for axis in _INNER):
+        return as_asked
+    inner: dict[str, int] = {}
+    rest, lost = left, 1
+    for axis in _INNER:
+        inner[axis] = gcd(_size(whole, axis), rest)
+        rest //= inner[axis]
+        lost *= _size(whole, axis) // inner[axis]
+    if whole.is_replicas_only:
+        return Layout(replicate=rest)
+    if whole.pp > 1:
+        return Layout(shard=left)
+    wanted = whole.shard * lost  # what is no longer cut along the inner axes is cut into shards
+    shard = next(size for size in range(min(wanted, rest), rest + 1) if rest % size == 0)
+    return Layout(replicate=rest // shard, shard=shard, **inner)
+
+
+def _size(layout: Layout, axis: str) -> int:
+    return int(getattr(layout, axis))
+
+
+def _resolved(asked: Asked, left: int, ranks_per_machine: int | None) -> Layout | None:
+    try:
+        return asked.resolve(left, ranks_per_machine)
+    except ConfigError:
+        return None
+
+
+def tell(text: str, layout: Layout, num_ranks: int, ranks_per_machine: int) -> None:
+    """Warn where ranks were lost and the layout is another one than was asked for."""
+    launched = launched_on(num_ranks)
+    if launched is not None and (said := changed(text, layout, launched, num_ranks, ranks_per_machine)):
+        log.warning_once("%s", said)
+
+
+def changed(text: str, layout: Layout, launched: int, left: int, ranks_per_machine: int | None = None) -> str:
+    """In words, what a layout has become; empty where it fits as it was asked for."""
+    if _resolved(parse(text), left, ranks_per_machine) == layout:
+        return ""
+    now = f"{written(layout.sizes)} ({layout.describe()})"
+    return f"layout {text} of {launched} ranks does not fit {left}: the run continues with {now}"
+
 
 WHOLE_MODEL = 2**62
 """More parameters than any module has: the whole model is one unit."""
@@ -110,7 +201,7 @@ class RequestedLayout:
 
     def _normalise(self, strategy: str) -> str:
         try:
-            return outside.spelled(strategy)
+            return mesh.spelled(strategy)
         except ConfigError as error:
             raise ConfigError(f"{error} ({self.origin})") from None
 
@@ -126,10 +217,10 @@ class RequestedLayout:
             ConfigError: as `layout` and `options`.
         """
         text, layout = self.layout(num_ranks, ranks_on_machine)
-        if survivors.launched_on(num_ranks) is None:
+        if launched_on(num_ranks) is None:
             _check_typed(text, layout)
-        elif outside.find(text) is None:
-            survivors.tell(text, layout, num_ranks, ranks_per_machine() or ranks_on_machine)
+        elif mesh.find(text) is None:
+            tell(text, layout, num_ranks, ranks_per_machine() or ranks_on_machine)
         if self.request.ignored:
             log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.request.ignored))
         return ResolvedLayout(text, layout, self.options(given, layout), dict(self._plugins))
@@ -144,9 +235,9 @@ class RequestedLayout:
         """
 
         def resolve(text: str) -> Layout:
-            if outside.find(text) is not None:
+            if mesh.find(text) is not None:
                 return Layout(replicate=num_ranks)  # as far as it is known here
-            return survivors.on_ranks(mesh.parse(text), num_ranks, ranks_per_machine() or ranks_on_machine)
+            return on_ranks(mesh.parse(text), num_ranks, ranks_per_machine() or ranks_on_machine)
 
         said = self._find_script_strategy(resolve)
         launched, told_by = run_setting("strategy", UNSET, None)
@@ -166,7 +257,7 @@ class RequestedLayout:
         if self._strategy is None or self._asked is None:
             return self._strategy if self._asked is None else self._asked[0]
         wanted, keys = self._asked
-        is_outside = outside.find(self._strategy) is not None
+        is_outside = mesh.find(self._strategy) is not None
         asked = mesh.parse("ddp" if is_outside else self._strategy)
         if wanted == "deepspeed":
             fits = self._strategy in mesh.ENGINES
@@ -187,7 +278,7 @@ class RequestedLayout:
         if said == launched:
             return said
         is_only_sharded = self._strategy is None and not self.request.has_sizes and said == "fsdp"
-        if is_only_sharded and outside.find(launched) is None and "shard" in mesh.parse(launched).sizes:
+        if is_only_sharded and mesh.find(launched) is None and "shard" in mesh.parse(launched).sizes:
             return launched
         if said == "deepspeed" and launched in mesh.ENGINES:
             return launched

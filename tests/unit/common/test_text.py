@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.common.units import format_bytes, format_number, format_seconds, parse_bytes
+from headway.common.text import format_bytes, format_number, format_seconds, parse_bytes
 from headway.errors import ConfigError
 
 

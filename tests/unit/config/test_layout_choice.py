@@ -12,10 +12,10 @@ from headway import (
     TorchTensorParallelPlugin,
 )
 from headway.compat.accelerate.plugins import parallelism_of
-from headway.config.layout.choice import WHOLE_MODEL, RequestedLayout
-from headway.config.layout.mesh import Layout
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.layout_choice import WHOLE_MODEL, RequestedLayout
+from headway.config.mesh import Layout
+from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, launched_settings, resolve
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from headway.config.layout import survivors
-from headway.config.layout.choice import RequestedLayout
-from headway.config.layout.mesh import Layout, parse
-from headway.config.strategies import EngineOptions
+from headway.config import layout_choice
+from headway.config.engines import EngineOptions
+from headway.config.layout_choice import RequestedLayout
+from headway.config.mesh import Layout, parse
 from headway.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ from headway.errors import ConfigError
     ],
 )  # fmt: skip
 def test_the_layout_that_fits_what_is_left(text, launched, left, wanted):
-    found = survivors.after_loss(parse(text), launched, left)
+    found = layout_choice.after_loss(parse(text), launched, left)
     assert found == wanted
     assert found.num_ranks == left
 
@@ -38,7 +38,7 @@ def test_all_ranks_take_part_and_none_holds_more_than_it_must(text):
     launched = 32 if "ddp=" in text else 16
     whole = parse(text).resolve(launched)
     for left in range(1, launched):
-        found = survivors.after_loss(parse(text), launched, left)
+        found = layout_choice.after_loss(parse(text), launched, left)
         assert found.num_ranks == left
         assert whole.tp % found.tp == 0
         parts = whole.shard * whole.tp
@@ -46,8 +46,8 @@ def test_all_ranks_take_part_and_none_holds_more_than_it_must(text):
 
 
 def test_a_bare_hsdp_follows_the_machines_that_are_left():
-    assert survivors.after_loss(parse("hsdp"), 12, 8, 4) == Layout(replicate=2, shard=4)
-    assert survivors.after_loss(parse("hsdp"), 12, 4, 4) == Layout(shard=4)
+    assert layout_choice.after_loss(parse("hsdp"), 12, 8, 4) == Layout(replicate=2, shard=4)
+    assert layout_choice.after_loss(parse("hsdp"), 12, 4, 4) == Layout(shard=4)
 
 
 def test_only_a_run_that_has_lost_ranks_is_fitted(monkeypatch, caplog):

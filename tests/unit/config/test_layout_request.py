@@ -5,10 +5,10 @@ import pytest
 from headway import ParallelismConfig, TorchContextParallelConfig
 from headway.compat.accelerate.launching.layout_words import read_size
 from headway.compat.accelerate.plugins import parallelism_of
-from headway.config.layout.choice import RequestedLayout
-from headway.config.layout.mesh import Layout
-from headway.config.layout.request import LayoutRequest
-from headway.config.strategies import EngineOptions, collect_options
+from headway.config.engines import EngineOptions, collect_options
+from headway.config.layout_choice import RequestedLayout
+from headway.config.layout_request import LayoutRequest
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
 
 

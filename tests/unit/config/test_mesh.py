@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.layout.mesh import Layout, groups_in_words, parse, written
+from headway.config.mesh import Layout, groups_in_words, parse, written
 from headway.errors import ConfigError
 
 

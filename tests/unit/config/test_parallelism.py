@@ -1,8 +1,8 @@
 import pytest
 
 from headway import TensorParallelOptions
-from headway.config.layout.mesh import Layout
-from headway.config.strategies import collect_options
+from headway.config.engines import collect_options
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
 
 
