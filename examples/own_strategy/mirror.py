@@ -11,7 +11,7 @@ from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities
-from headway.strategies.data_parallel.ddp import DDPStrategy
+from headway.strategies.ddp import DDPStrategy
 
 
 class MirrorStrategy(DDPStrategy):

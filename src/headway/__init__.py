@@ -233,9 +233,9 @@ if TYPE_CHECKING:
     from headway.runtime.collectives.streams import synchronize_rng_states as synchronize_rng_states
     from headway.runtime.collectives.tree import find_batch_size as find_batch_size
     from headway.runtime.seed import set_seed as set_seed
-    from headway.strategies.deepspeed.dummies import DummyOptim as DummyOptim
-    from headway.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from headway.strategies.deepspeed.plugin import DummyOptim as DummyOptim
+    from headway.strategies.deepspeed.plugin import DummyScheduler as DummyScheduler
     from headway.strategies.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
     from headway.strategies.pipeline.pippy import prepare_pippy as prepare_pippy
     from headway.tracking.base import GeneralTracker as GeneralTracker

@@ -10,7 +10,7 @@ from torch import optim
 
 from headway import Accelerator
 from headway.checkpoint.quantised import is_quantised
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 from tests.distributed.layouts import GPT, seeded, squares, text
 from tests.distributed.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from headway.planning.dry_run.parked import moved_to_host
 from headway.planning.dry_run.preparation import as_rank, spread
 from headway.strategies.base import Strategy
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 _OFFLOADED = (
     "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "

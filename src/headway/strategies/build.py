@@ -9,11 +9,10 @@ from headway.config.mesh import Layout
 from headway.config.parallelism import PipelineOptions, ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp import DDPStrategy
-from headway.strategies.data_parallel.replica import ReplicaStrategy
+from headway.strategies.base import SingleStrategy, Strategy
+from headway.strategies.ddp import DDPStrategy
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.strategies.single import SingleStrategy
+from headway.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

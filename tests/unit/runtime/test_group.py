@@ -14,7 +14,7 @@ from headway.runtime import group, process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.sealed import SealedStore
 from headway.runtime.ending import ProcessExit, is_uncaught
-from headway.strategies.data_parallel.ddp import check_hook
+from headway.strategies.ddp import check_hook
 
 CUDA = torch.device("cuda", 1)
 

@@ -11,7 +11,7 @@ from headway.config.engines import EngineOptions
 from headway.errors import CollectiveError, ConfigError, UnsupportedError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import SingleStrategy
 from tests.distributed.mirror import FOLDER, write_entry_points, write_package
 from tests.docs.pages import ROOT, blocks
 

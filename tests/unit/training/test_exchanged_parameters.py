@@ -15,8 +15,7 @@ from headway.config.engines import EngineOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Capabilities, Engine, Transform
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import Capabilities, Engine, SingleStrategy, Transform
 from tests.distributed.mirror import write_package
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.config.mesh import Layout
 from headway.forecasting.tracing.work import flops_of
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),

@@ -25,7 +25,7 @@ from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, P
 from headway.planning.dry_run.preparation import as_rank
 from headway.planning.shares import TensorShare, pieces, storage_bytes
 from headway.strategies.base import Strategy
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 
 @dataclass(frozen=True)

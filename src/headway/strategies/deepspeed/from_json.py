@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from headway.errors import ConfigError, PrepareError, UnsupportedError
-from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from headway.strategies.deepspeed.plugin import AUTO, HfDeepSpeedConfig
+from headway.strategies.deepspeed.plugin import AUTO, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _DEEPSPEEDS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}

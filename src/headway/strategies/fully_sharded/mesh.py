@@ -31,18 +31,22 @@ from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import comm_hooks, gradients, values
+from headway.strategies.fully_sharded import comm_hooks, dtensors, values
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
-from headway.strategies.fully_sharded.formats import check_formats, choose_formats, norms_within
-from headway.strategies.fully_sharded.lost_writes import LostWrites, check_hooks
-from headway.strategies.fully_sharded.optimizers import check_optimizer
-from headway.strategies.fully_sharded.replaced import ReplacedParameters
-from headway.strategies.fully_sharded.scalars import WholeScalars
-from headway.strategies.fully_sharded.second_order import SecondOrder
+from headway.strategies.fully_sharded.dtensors import WholeScalars
+from headway.strategies.fully_sharded.formats import (
+    check_float8,
+    check_formats,
+    choose_formats,
+    compute_scales,
+    norms_within,
+    scale_before_forward,
+    wrap_weights,
+)
+from headway.strategies.fully_sharded.replaced import ReplacedParameters, ShardedModels
 from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
+from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
-from headway.strategies.sharded_models import ShardedModels
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -145,7 +149,7 @@ class MeshStrategy(Strategy):
         self._has_left = False
         collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
-        scope.own(traces.Hook).add(gradients.explain_mixed)
+        scope.own(traces.Hook).add(dtensors.explain_mixed)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""
@@ -311,7 +315,7 @@ class MeshStrategy(Strategy):
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, as the parameter is cut."""
-        return gradients.cut_like(tensor, parameter)
+        return dtensors.cut_like(tensor, parameter)
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """Free what is gathered: the root stays whole after a forward without backward."""
@@ -325,7 +329,7 @@ class MeshStrategy(Strategy):
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
-        if not gradients.is_of_parameters(loss):
+        if not dtensors.is_of_parameters(loss):
             return loss, factor
         whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
         return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
@@ -422,11 +426,11 @@ class MeshStrategy(Strategy):
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's parts."""
-        return gradients.local_gradients(map(self.current, parameters))
+        return dtensors.local_gradients(map(self.current, parameters))
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Each element once, over all ranks."""
-        return gradients.total_norm(map(self.current, parameters), norm_type, self.everyone)
+        return dtensors.total_norm(map(self.current, parameters), norm_type, self.everyone)
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step on the parts; before the first one, everything has the number format that was promised."""

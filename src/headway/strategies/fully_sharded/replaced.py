@@ -1,4 +1,7 @@
-"""Which part of a sharded parameter stands for the tensor that a script holds: the one from before prepare(), or a gathered one."""
+"""Which part of a sharded parameter stands for the tensor that a script holds: the one from before prepare(), or a gathered one.
+
+The models of this process of which ranks hold parts: a second prepare must ask for the same layout.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 
+from headway.errors import PrepareError
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.weights.pieces import is_dtensor
 
@@ -63,3 +67,33 @@ class ReplacedParameters:
             if whole is not None:
                 self._whole[id(whole)] = weakref.ref(whole), record
         self._num_whole, self._num_records = len(self._whole), len(records)
+
+
+class ShardedModels:
+    """The models that were sharded, or cut into stages, and how; they stay so when they are released."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __contains__(self, model: torch.nn.Module) -> bool:
+        return model in self._known
+
+    def note(self, model: torch.nn.Module, how: tuple[object, ...], kept: Any) -> None:
+        """It has been sharded in this way; `kept` is what a second prepare takes up."""
+        self._known[model] = how, kept
+
+    def find(self, model: torch.nn.Module, how: tuple[object, ...]) -> Any:
+        """What was kept of it; None where it has not been sharded.
+
+        Raises:
+            PrepareError: it was, in another way.
+        """
+        before, kept = self._known.get(model, (how, None))
+        if before != how:
+            raise PrepareError(
+                f"{type(model).__name__} is already sharded in another way ({', '.join(map(str, before))}); build it again, and load "
+                "its values from a checkpoint"
+            )
+        return kept

@@ -22,8 +22,7 @@ from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.cut import cut_rows
 from headway.runtime.collectives.partition import slice_bounds
 from headway.runtime.collectives.tree import Tree, find_batch_size
-from headway.strategies.call_cache import CallCache, signature
-from headway.strategies.pipeline.stage_forward import ModuleRouter
+from headway.strategies.pipeline.stage_forward import CallCache, ModuleRouter, signature
 
 if TYPE_CHECKING:
     from headway.strategies.pipeline.stage import PipelineStage, StageActivation

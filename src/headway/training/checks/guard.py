@@ -17,7 +17,7 @@ from headway.runtime import events, process
 from headway.runtime.control_plane import control
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)

@@ -22,7 +22,7 @@ from headway.runtime.collectives.streams import share_streams, synchronize_rng_s
 from headway.runtime.conditional_calls import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
-from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 from headway.training.checks.alike import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model

@@ -9,9 +9,8 @@ from headway.config.engines import DDPCommunicationHookType, DistributedDataPara
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision
-from headway.strategies.base import Capabilities
-from headway.strategies.data_parallel.ddp import _named
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import Capabilities, SingleStrategy
+from headway.strategies.ddp import _named
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor import DTensor
 
-from headway.strategies.context.ring import RingAttention, RingDispatcher, attention
+from headway.strategies.context.attention import RingAttention, RingDispatcher, attention
 
 
 def test_the_last_ring_leaves_torch_as_it_was() -> None:

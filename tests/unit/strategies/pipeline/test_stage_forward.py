@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from headway.strategies.call_cache import CAPACITY, CallCache, signature
+from headway.strategies.pipeline.stage_forward import CAPACITY, CallCache, signature
 
 
 def batch(step: int, rows: int = 4) -> dict[str, object]:

@@ -10,7 +10,7 @@ from headway.runtime.collectives import coalesced
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
-from headway.strategies.data_parallel.replica import ReplicaStrategy
+from headway.strategies.replica import ReplicaStrategy
 
 LARGE = (128, 64, 8, 8)  # 2 MB
 

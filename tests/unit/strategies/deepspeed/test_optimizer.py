@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from headway.weights.partitions import piece_of_range
+from headway.strategies.deepspeed.optimizer import piece_of_range
 from tests.unit.checkpoint.amount import EXAMPLES
 
 

@@ -3,7 +3,7 @@
 from torch.distributed.tensor import DTensor
 
 from headway.runtime import process
-from headway.strategies.fully_sharded.scalars import _ITEM, WholeScalars
+from headway.strategies.fully_sharded.dtensors import _ITEM, WholeScalars
 
 
 def test_it_leaves_torch_as_it_was() -> None:
