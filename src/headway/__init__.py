@@ -65,7 +65,7 @@ _PLACES = {
     "cheapest": "headway.planning.cheapest",
     "clean_device_map": "headway.offload.placement.device_map",
     "clear_device_cache": "headway.memory.oom",
-    "compile_regions": "headway.training.compiling.regions",
+    "compile_regions": "headway.training.compiling",
     "compute_module_sizes": "headway.offload.placement.sizes",
     "cpu_offload": "headway.offload.dispatch",
     "cpu_offload_with_hook": "headway.compat.accelerate.modules.hooks",
@@ -253,7 +253,7 @@ if TYPE_CHECKING:
     from headway.trainer.settings.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
-    from headway.training.compiling.regions import compile_regions as compile_regions
+    from headway.training.compiling import compile_regions as compile_regions
     from headway.training.local_sgd import LocalSGD as LocalSGD
 
 

@@ -67,10 +67,9 @@ from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.checks.bypass import build_bypass_detector
-from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
+from headway.training.checks.first_window import RowCountCheck
 from headway.training.checks.replicas import ReplicaCheck
-from headway.training.checks.row_counts import RowCountCheck
-from headway.training.hooks import StepHooks
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepGuard, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
@@ -90,18 +89,17 @@ if TYPE_CHECKING:
     from headway.forecasting.answer import Forecast
     from headway.forecasting.tracing.step import Loss, MakeOptimizer
     from headway.memory import report as memory_report
+    from headway.training import activation_checkpointing as recompute
+    from headway.training import compiling, throughput
     from headway.training import forecast as forecasts
     from headway.training.checks import finite
-    from headway.training.compiling import regions
-    from headway.training.recompute import checkpointing as recompute
     from headway.training.replay import step as replay
-    from headway.training.throughput import meter
 else:
-    regions = Later("headway.training.compiling.regions")
+    compiling = Later("headway.training.compiling")
     memory_report = Later("headway.memory.report")
-    recompute = Later("headway.training.recompute.checkpointing")
+    recompute = Later("headway.training.activation_checkpointing")
     replay = Later("headway.training.replay.step")
-    meter = Later("headway.training.throughput.meter")
+    throughput = Later("headway.training.throughput")
     finite = Later("headway.training.checks.finite")
     forecasts = Later("headway.training.forecast")
 
@@ -192,7 +190,7 @@ class Accelerator(RankAware):
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        compiling = compiler(dynamo_backend, dynamo_plugin)
+        dynamo = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
         engine = deepspeed_plugin or deepspeed_plugins
         plugins = (fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin)
@@ -236,7 +234,7 @@ class Accelerator(RankAware):
             step_scheduler_with_optimizer,
             tuple(stream_names(rng_types or ())),
             global_batch_size,
-            partial(self._transforms, options.checkpointing, compiling),
+            partial(self._transforms, options.checkpointing, dynamo),
             self._loading_rules(),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
@@ -246,7 +244,7 @@ class Accelerator(RankAware):
             self._training_step.windows,
             plugin.adjust_scheduler,
             chosen,
-            compiling,
+            dynamo,
             getattr(self.strategy, "mesh", None),
         )
         self._take_part(runtime)
@@ -322,7 +320,7 @@ class Accelerator(RankAware):
         return None
 
     def _transforms(
-        self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin, learns: bool
+        self, plan: ActivationCheckpointing | None, dynamo: TorchDynamoPlugin, learns: bool
     ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
         """What is done to a model before it is wrapped: to float8, then checkpointed, then compiled."""
         made: list[Callable[[torch.nn.Module], Any]] = []
@@ -331,9 +329,9 @@ class Accelerator(RankAware):
             made.append(partial(float8.convert_model, options=self.options.float8 or Float8Options(), ranks=ranks))
         if plan is not None and learns:
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
-        if compiling.compiles:
+        if dynamo.compiles:
             is_gathered = learns and not self.strategy.capabilities.lone_forward
-            made.append(partial(regions.compile_model, plugin=compiling, device=self.device, is_gathered=is_gathered))
+            made.append(partial(compiling.compile_model, plugin=dynamo, device=self.device, is_gathered=is_gathered))
         return tuple(made)
 
     def _start_records(
@@ -1117,9 +1115,9 @@ class Accelerator(RankAware):
         return profiling(profile_handler or self.options.profile, self.runtime.rank)
 
     @cached_property
-    def throughput(self) -> "meter.Throughput":
+    def throughput(self) -> "throughput.Throughput":
         """Measures the loop from its first use on: ask for it before the loop (docs/throughput.md)."""
-        return meter.Throughput(self._training_step, self._events, self.clock, self.runtime)
+        return throughput.Throughput(self._training_step, self._events, self.clock, self.runtime)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared, collect garbage and empty the device's cache.

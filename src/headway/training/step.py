@@ -23,10 +23,8 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
-from headway.training.checks.first_window import BY_HAND, FirstWindow
-from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
-from headway.training.checks.losses import refuse_loss, refuse_weight
-from headway.training.hooks import StepHooks
+from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepGuard, StepHooks
 from headway.training.model_turns import TWO_TURNS, ModelTurns
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher

@@ -25,7 +25,7 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
-from headway.training.checks.guard import SkippedUpdates
+from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.windows import AccumulationWindows, UpdateClock
 

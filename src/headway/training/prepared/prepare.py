@@ -23,7 +23,7 @@ from headway.runtime.conditional_calls import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
-from headway.training.checks.alike import check_alike, compare_data
+from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
 from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry

@@ -12,11 +12,9 @@ from headway.runtime.collectives.cut import cut_rows
 from headway.runtime.collectives.tree import Tree, find_batch_size, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.checks.guard import StepGuard
-from headway.training.hooks import StepHooks
+from headway.training.hooks import StepGuard, StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.allocator import AllocatorPressure
-from headway.training.replay.piece_size import PieceSize
+from headway.training.replay.piece_size import AllocatorPressure, PieceSize
 from headway.training.replay.rounds import Rounds
 from headway.training.replay.snapshot import BatchSnapshot
 from headway.training.replay.transaction import BatchTransaction

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from headway.common import scope
-from headway.training.recompute import offload
-from headway.training.recompute.checkpointing import _block_of
-from headway.training.recompute.offload import offloading
+from headway.training import activation_offload
+from headway.training.activation_checkpointing import _block_of
+from headway.training.activation_offload import offloading
 
 
 class Lane:
@@ -36,12 +36,12 @@ class Lane:
 
 @pytest.fixture
 def lane(monkeypatch):
-    monkeypatch.setattr(offload, "CopyLane", Lane)
-    monkeypatch.setattr(offload, "_is_on_host", lambda tensor: False)
-    scope.drop(offload._Lanes)
+    monkeypatch.setattr(activation_offload, "CopyLane", Lane)
+    monkeypatch.setattr(activation_offload, "_is_on_host", lambda tensor: False)
+    scope.drop(activation_offload._Lanes)
     Lane.out, Lane.back = [], []
     yield Lane
-    scope.drop(offload._Lanes)
+    scope.drop(activation_offload._Lanes)
 
 
 def gradients(run, parameters, context):
@@ -58,7 +58,7 @@ def agree(run, parameters):
     wanted = gradients(run, parameters, torch.enable_grad())
     found = gradients(run, parameters, offloading(min_bytes=1))
     assert all(map(torch.equal, wanted, found))
-    assert len(scope.own(offload._Copies)) == 0, "what nobody needs any more is let go"
+    assert len(scope.own(activation_offload._Copies)) == 0, "what nobody needs any more is let go"
 
 
 def test_activations_go_and_weights_stay(lane):
@@ -216,7 +216,7 @@ def test_at_most_one_fetched_copy_waits_on_the_device(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
     with offloading(min_bytes=1):
         out = inputs.exp().sin().cos().tan()  # each saves its input or its result, which is the next one's input
-    copies = list(scope.own(offload._Copies).values())
+    copies = list(scope.own(activation_offload._Copies).values())
     assert len(copies) == 3
     for copy in copies:
         copy.fetch()
@@ -238,6 +238,6 @@ def test_nothing_leaves_the_cpu():
     inputs = torch.ones(1024, 1024, requires_grad=True)
     with offloading(min_bytes=1):
         out = inputs.exp()
-    assert len(scope.own(offload._Copies)) == 0
+    assert len(scope.own(activation_offload._Copies)) == 0
     out.sum().backward()
     assert torch.equal(inputs.grad, out)

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, track
 from headway.errors import ConfigError
 from headway.runtime import events
-from headway.training.throughput.meter import Throughput
-from headway.training.throughput.peak import Peak, measured, peak_of, stated
-from headway.training.throughput.stragglers import RankPace, find_stragglers
+from headway.training.stragglers import RankPace, find_stragglers
+from headway.training.throughput import Peak, Throughput, measured, peak_of, stated
 
 
 class Ticker:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.training.replay.trial import AllocationMeter, Materialised, StepUndo
+from headway.training.replay.snapshot import AllocationMeter, Materialised, StepUndo
 from tests.unit.training.replay.test_step import automatic, net, plain
 
 

@@ -14,13 +14,13 @@ from headway import Accelerator, GradScalerKwargs
 from headway.runtime import events
 from headway.tracking.report.data import load
 from headway.tracking.report.tables import headline
-from headway.training.checks import guard
+from headway.training import hooks
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(guard.log, "warning", lambda text, *args, **more: lines.append(text % args))
+    monkeypatch.setattr(hooks.log, "warning", lambda text, *args, **more: lines.append(text % args))
     return lines
 
 

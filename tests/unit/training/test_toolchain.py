@@ -7,7 +7,7 @@ import torch
 
 from headway import Accelerator, TorchDynamoPlugin
 from headway.errors import ConfigError, OptionalDependencyMissing
-from headway.training.compiling import toolchain
+from headway.training import compiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -21,7 +21,7 @@ def test_a_backend_that_this_torch_does_not_have_is_named_with_those_it_has():
 def test_backends_for_another_device():
     with pytest.raises(ConfigError, match="'cudagraphs' needs a CUDA device, not cpu"):
         Accelerator(cpu=True, dynamo_backend="cudagraphs").prepare(torch.nn.Linear(1, 1))
-    toolchain.check_toolchain(TorchDynamoPlugin("cudagraphs"), CUDA)
+    compiling.check_toolchain(TorchDynamoPlugin("cudagraphs"), CUDA)
 
 
 def test_without_a_cpp_compiler():
@@ -37,20 +37,20 @@ def test_without_a_cpp_compiler():
 ])  # fmt: skip
 def test_without_what_inductor_needs_on_a_gpu(monkeypatch, triton, cc, words):
     """Which packages and programs there are is the machine's: only the answers to these two questions are replaced."""
-    monkeypatch.setattr(toolchain, "available", lambda package: triton)
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/usr/bin/{name}" if cc else None)
+    monkeypatch.setattr(compiling, "available", lambda package: triton)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: f"/usr/bin/{name}" if cc else None)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(OptionalDependencyMissing, match=words):
-        toolchain.check_toolchain(TorchDynamoPlugin("inductor"), CUDA)
-    monkeypatch.setattr(toolchain, "available", lambda package: True)
+        compiling.check_toolchain(TorchDynamoPlugin("inductor"), CUDA)
+    monkeypatch.setattr(compiling, "available", lambda package: True)
     monkeypatch.setenv("CC", "/opt/cc")
-    toolchain.check_toolchain(TorchDynamoPlugin("inductor"), CUDA)
+    compiling.check_toolchain(TorchDynamoPlugin("inductor"), CUDA)
 
 
 def test_cuda_graphs_on_a_cpu_are_said_to_change_nothing(caplog):
-    toolchain.check_toolchain(TorchDynamoPlugin("inductor", mode="reduce-overhead"), CPU)
+    compiling.check_toolchain(TorchDynamoPlugin("inductor", mode="reduce-overhead"), CPU)
     assert "has no effect here" in caplog.text
 
 
 def test_a_backend_of_ones_own_is_taken_as_it_is():
-    toolchain.check_toolchain(TorchDynamoPlugin(lambda graph, inputs: graph.forward), CPU)
+    compiling.check_toolchain(TorchDynamoPlugin(lambda graph, inputs: graph.forward), CPU)

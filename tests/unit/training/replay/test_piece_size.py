@@ -11,8 +11,7 @@ from headway.memory import evidence
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader
 from headway.runtime.device import HARDWARE
-from headway.training.replay.allocator import AllocatorPressure
-from headway.training.replay.piece_size import FIRST_PATIENCE
+from headway.training.replay.piece_size import FIRST_PATIENCE, AllocatorPressure
 from tests.unit.memory.simulated import SimulatedAllocator
 
 CUDA, DEVICE = HARDWARE["cuda"], torch.device("cuda", 0)
