@@ -12,8 +12,7 @@ import torch
 
 from headway.checkpoint.folders import committed
 from headway.checkpoint.format.foreign import number_of
-from headway.checkpoint.loading.chunked_tensor import pairs
-from headway.checkpoint.loading.files import open_tensors, verify
+from headway.checkpoint.loading.files import open_tensors, pairs, verify
 from headway.checkpoint.loading.model import put_in
 from headway.log import get_logger
 from headway.trainer.callbacks import Events, TrainerState

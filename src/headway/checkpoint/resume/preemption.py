@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.checkpoint.resume.evaluation import EvaluationStart
+from headway.checkpoint.resume.positions import EvaluationStart
 from headway.checkpoint.resume.run import RunState
 from headway.common import env
 from headway.config.run import Preemption

@@ -14,10 +14,8 @@ from typing import Any, TypeVar, cast
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
-from headway.checkpoint.loading.files import read_state, verify
+from headway.checkpoint.loading.files import TargetLayout, read_state, verify
 from headway.checkpoint.loading.reading import verify_share
-from headway.checkpoint.loading.target_layout import TargetLayout
-from headway.checkpoint.rows import ROWS
 from headway.checkpoint.saving.lock import Locks
 from headway.checkpoint.saving.replica import hand_on
 from headway.checkpoint.saving.snapshot import HostCopies
@@ -31,7 +29,7 @@ from headway.checkpoint.saving.writer import (
     begin,
     write,
 )
-from headway.checkpoint.state import CollectedState, in_pieces
+from headway.checkpoint.state import ROWS, CollectedState, in_pieces
 from headway.common import scope
 from headway.errors import CheckpointError
 from headway.log import get_logger

@@ -1,6 +1,6 @@
 import pytest
 
-from headway.checkpoint.format.typed_reader import MOST, TypedReader
+from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.errors import CheckpointError
 
 
@@ -18,7 +18,7 @@ def test_what_belongs_there_comes_back():
 
 
 @pytest.mark.parametrize(("value", "ask"), [
-    (True, "whole"), (-1, "whole"), (1.0, "whole"), (MOST + 1, "whole"), ("1", "whole"), (None, "whole"),
+    (True, "whole"), (-1, "whole"), (1.0, "whole"), (LARGEST + 1, "whole"), ("1", "whole"), (None, "whole"),
     (True, "number"), (float("nan"), "number"), (float("inf"), "number"), (10**400, "number"), ("1", "number"),
     (1, "text"), (0, "flag"), ("ab", "items"), ({}, "items"), ([], "table"), ({1: 2}, "table"), ([], "mapping"),
 ])  # fmt: skip
