@@ -35,10 +35,10 @@ _PLACES = {
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.compat.accelerate.modules.hooks",
     "NonFinitePolicy": "headway.training.checks.finite",
-    "OffloadedWeightsLoader": "headway.offload.dat_folder",
+    "OffloadedWeightsLoader": "headway.offload.offload_folder",
     "PipelineOptions": "headway.config.parallelism",
     "Preemption": "headway.config.run",
-    "PrefixedDataset": "headway.offload.dat_folder",
+    "PrefixedDataset": "headway.offload.offload_folder",
     "PrinterCallback": "headway.trainer.display",
     "ProfileKwargs": "headway.config.engines",
     "ProgressCallback": "headway.trainer.display",
@@ -51,7 +51,7 @@ _PLACES = {
     "TrainerCallback": "headway.trainer.callbacks",
     "TrainerControl": "headway.trainer.callbacks",
     "TrainerState": "headway.trainer.callbacks",
-    "TrainingArguments": "headway.trainer.settings.arguments",
+    "TrainingArguments": "headway.trainer.arguments",
     "UserCpuOffloadHook": "headway.compat.accelerate.modules.hooks",
     "Workload": "headway.offload.placement.workload",
     "add_hook_to_module": "headway.compat.accelerate.modules.hooks",
@@ -74,7 +74,7 @@ _PLACES = {
     "dispatch_model": "headway.offload.dispatch",
     "dtype_byte_size": "headway.offload.placement.sizes",
     "errors": "headway.errors",
-    "extract_submodules_state_dict": "headway.offload.dat_folder",
+    "extract_submodules_state_dict": "headway.offload.offload_folder",
     "find_batch_size": "headway.runtime.collectives.tree",
     "find_executable_batch_size": "headway.memory.batch_size.find",
     "find_tied_parameters": "headway.offload.placement.sizes",
@@ -90,25 +90,25 @@ _PLACES = {
     "is_out_of_memory": "headway.memory.oom",
     "load_checkpoint_and_dispatch": "headway.offload.dispatch",
     "load_checkpoint_in_model": "headway.offload.load",
-    "load_offloaded_weight": "headway.offload.dat_folder",
-    "load_offloaded_weights": "headway.offload.dat_folder",
+    "load_offloaded_weight": "headway.offload.offload_folder",
+    "load_offloaded_weights": "headway.offload.offload_folder",
     "memory_report": "headway.memory.report",
     "memory_use": "headway.memory.use",
     "named_module_tensors": "headway.offload.placement.sizes",
     "notebook_launcher": "headway.launch.notebook",
     "offload_pace": "headway.offload.execution",
-    "offload_state_dict": "headway.offload.dat_folder",
-    "offload_weight": "headway.offload.dat_folder",
+    "offload_state_dict": "headway.offload.offload_folder",
+    "offload_weight": "headway.offload.offload_folder",
     "on_main_process": "headway.tracking.base",
     "plan": "headway.planning.compare",
     "prepare_pippy": "headway.strategies.pipeline.pippy",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
-    "read_offload_index": "headway.offload.dat_folder",
+    "read_offload_index": "headway.offload.offload_folder",
     "release_memory": "headway.memory.oom",
     "remove_hook_from_module": "headway.compat.accelerate.modules.hooks",
     "remove_hook_from_submodules": "headway.compat.accelerate.modules.hooks",
-    "save_offload_index": "headway.offload.dat_folder",
+    "save_offload_index": "headway.offload.offload_folder",
     "set_seed": "headway.runtime.seed",
     "skip_first_batches": "headway.data.skip",
     "synchronize_rng_states": "headway.runtime.collectives.streams",
@@ -197,21 +197,21 @@ if TYPE_CHECKING:
     from headway.memory.use import memory_use as memory_use
     from headway.memory.use import print_gpu_utilization as print_gpu_utilization
     from headway.memory.use import print_summary as print_summary
-    from headway.offload.dat_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
-    from headway.offload.dat_folder import PrefixedDataset as PrefixedDataset
-    from headway.offload.dat_folder import extract_submodules_state_dict as extract_submodules_state_dict
-    from headway.offload.dat_folder import load_offloaded_weight as load_offloaded_weight
-    from headway.offload.dat_folder import load_offloaded_weights as load_offloaded_weights
-    from headway.offload.dat_folder import offload_state_dict as offload_state_dict
-    from headway.offload.dat_folder import offload_weight as offload_weight
-    from headway.offload.dat_folder import read_offload_index as read_offload_index
-    from headway.offload.dat_folder import save_offload_index as save_offload_index
     from headway.offload.dispatch import cpu_offload as cpu_offload
     from headway.offload.dispatch import disk_offload as disk_offload
     from headway.offload.dispatch import dispatch_model as dispatch_model
     from headway.offload.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from headway.offload.execution import offload_pace as offload_pace
     from headway.offload.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from headway.offload.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from headway.offload.offload_folder import PrefixedDataset as PrefixedDataset
+    from headway.offload.offload_folder import extract_submodules_state_dict as extract_submodules_state_dict
+    from headway.offload.offload_folder import load_offloaded_weight as load_offloaded_weight
+    from headway.offload.offload_folder import load_offloaded_weights as load_offloaded_weights
+    from headway.offload.offload_folder import offload_state_dict as offload_state_dict
+    from headway.offload.offload_folder import offload_weight as offload_weight
+    from headway.offload.offload_folder import read_offload_index as read_offload_index
+    from headway.offload.offload_folder import save_offload_index as save_offload_index
     from headway.offload.placement.budget import get_max_memory as get_max_memory
     from headway.offload.placement.device_map import check_device_map as check_device_map
     from headway.offload.placement.device_map import clean_device_map as clean_device_map
@@ -243,6 +243,7 @@ if TYPE_CHECKING:
     from headway.tracking.base import Tracker as Tracker
     from headway.tracking.base import on_main_process as on_main_process
     from headway.tracking.progress import track as track
+    from headway.trainer.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
     from headway.trainer.callbacks import TrainerCallback as TrainerCallback
     from headway.trainer.callbacks import TrainerControl as TrainerControl
@@ -250,7 +251,6 @@ if TYPE_CHECKING:
     from headway.trainer.display import PrinterCallback as PrinterCallback
     from headway.trainer.display import ProgressCallback as ProgressCallback
     from headway.trainer.results import EvalPrediction as EvalPrediction
-    from headway.trainer.settings.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
     from headway.training.compiling import compile_regions as compile_regions

@@ -58,14 +58,13 @@ from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.precision import float8
 from headway.precision.mixed import build_precision
-from headway.runtime import events, process
+from headway.runtime import events, process, pulse
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.collectives.streams import stream_names
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import note_progress
-from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import RNGReader
 from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed

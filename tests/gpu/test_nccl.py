@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from headway.config.engines import DistributedDataParallelKwargs
 from headway.runtime import group
-from headway.runtime.collectives.coalesced import can_coalesce, start_all
-from headway.runtime.heartbeat.flight_recorder import Recorder
+from headway.runtime.group import can_coalesce, start_all
+from headway.runtime.heartbeat import Recorder
 from headway.strategies.ddp import check_hook
 from tests.distributed.test_launch import begin
 from tests.unit.runtime.nccl_dump import entry

@@ -17,7 +17,7 @@ from headway import Accelerator, track
 from headway.data.loader import LoaderEvents
 from headway.data.transfer import SideStreamTransfer, transfer_to
 from headway.runtime.device import CPU
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
 from headway.training import hooks

@@ -258,7 +258,7 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import plan, run, target
+    from headway.launch import plan, run
     from headway.launch.machine import clusters, machine, network
     from headway.launch.plan import Program
 
@@ -269,7 +269,7 @@ def start(
     with _own_file(config_file, given.get("run_as") is not None, environment) as own_file:
         resolved = settings(given, own_file, force, environment, detected, foreign)
     program = Program(script, script_args, _kind(resolved))
-    target.check(program)
+    run.check(program)
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)

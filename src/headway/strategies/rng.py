@@ -25,7 +25,7 @@ from zlib import crc32
 
 import torch
 
-from headway.runtime import torch_stream
+from headway.runtime import seed
 from headway.runtime.device import Hardware
 from headway.runtime.seed import mix, read_streams, write_streams
 from headway.strategies.tensor.crossings import SplitAxis
@@ -72,13 +72,13 @@ class SplitRNG:
 
     def _read(self) -> torch.Tensor:
         if self._kind == "cpu":
-            return torch_stream.read()
+            return seed.read_torch()
         state: torch.Tensor = torch.get_device_module(self._kind).get_rng_state()
         return state
 
     def _write(self, state: torch.Tensor) -> None:
         if self._kind == "cpu":
-            torch_stream.write(state)
+            seed.write_torch(state)
         else:
             torch.get_device_module(self._kind).set_rng_state(state)
 

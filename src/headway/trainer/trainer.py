@@ -18,22 +18,27 @@ from headway.memory.monitor import MemoryMonitor
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.seed import set_seed
 from headway.trainer import builder
+from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
-from headway.trainer.collate import Batch, Collate
-from headway.trainer.continuing import Continuation, check_folder
-from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
+from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, settings_of
+from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.evaluation.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.evaluation.metrics import Measure
 from headway.trainer.evaluation.sanity_check import EvaluationSanityCheck
-from headway.trainer.log import Log, TrainingLog
+from headway.trainer.legacy import LegacyMembers, check_overrides
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
-from headway.trainer.records import TrainerRecord, settings_of
-from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
-from headway.trainer.settings.arguments import TrainingArguments
-from headway.trainer.settings.legacy import LegacyMembers, check_overrides
+from headway.trainer.results import (
+    EvalLoopOutput,
+    Log,
+    Metrics,
+    PredictionOutput,
+    TrainerFiles,
+    TrainingLog,
+    TrainOutput,
+)
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
 from headway.weights.moving import move

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headway.common import scope
-from headway.runtime.arenas import pieces
+from headway.runtime.transfers import pieces
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more than they take."""

@@ -21,7 +21,7 @@ from headway.log import get_logger
 from headway.runtime import events, process
 from headway.runtime.control_plane import control
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.strategies.fully_sharded.dtensors import local
 from headway.training.windows import AccumulationWindows, UpdateClock
 

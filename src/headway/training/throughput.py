@@ -32,7 +32,7 @@ from headway.log import get_logger
 from headway.runtime import events, process
 from headway.runtime.device import HARDWARE
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.training.step import TrainingStep
 from headway.training.stragglers import RankPace, RankPaces
 from headway.training.windows import UpdateClock

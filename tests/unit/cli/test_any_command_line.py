@@ -34,7 +34,7 @@ def test_any_command_line(before, after, machine):
     patches = {
         "headway.launch.machine.machine.look": lambda environment: machine,
         "headway.launch.run.execute": lambda plan, environment, is_quiet: plans.append(plan),
-        "headway.launch.target.check": lambda program: None,
+        "headway.launch.run.check": lambda program: None,
         "headway.common.env.snapshot": lambda: {"HEADWAY_HOME": "/nonexistent"},
     }
     result = _invoke([*before, "--", "train.py", *after], patches)

@@ -12,7 +12,7 @@ from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import SealedStore
 from headway.runtime.ending import ProcessExit, is_uncaught
 from headway.strategies.ddp import check_hook
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.config.engines import DistributedDataParallelKwargs
-from headway.runtime.collectives import coalesced
+from headway.runtime import group
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
@@ -88,7 +88,7 @@ def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(collectives, mo
     trained = parameters(*[LARGE] * 6, (64,))
     counts = []
     for can in (False, True):
-        monkeypatch.setattr(coalesced, "can_coalesce", lambda group, device, can=can: can)
+        monkeypatch.setattr(group, "can_coalesce", lambda group, device, can=can: can)
         strategy.ready(trained)
         with Watch() as watch:
             strategy.reduce_gradients(trained)
@@ -97,19 +97,17 @@ def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(collectives, mo
 
 
 def test_types_are_launched_apart(collectives, monkeypatch):
-    monkeypatch.setattr(coalesced, "can_coalesce", lambda group, device: True)
+    monkeypatch.setattr(group, "can_coalesce", lambda group, device: True)
     with Watch() as watch:
         collectives.sum_in_place([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(0)])
     assert watch.launched == ["allreduce_coalesced_", "allreduce_"]
 
 
 def test_broadcasts_are_bracketed(collectives, monkeypatch):
-    monkeypatch.setattr(coalesced, "can_coalesce", lambda group, device: True)
+    monkeypatch.setattr(group, "can_coalesce", lambda group, device: True)
     began = []
-    real = coalesced._coalescing_manager
-    monkeypatch.setattr(
-        coalesced, "_coalescing_manager", lambda *args, **more: began.append(args) or real(*args, **more)
-    )
+    real = group._coalescing_manager
+    monkeypatch.setattr(group, "_coalescing_manager", lambda *args, **more: began.append(args) or real(*args, **more))
     with Watch() as watch:
         collectives.broadcast_in_place([torch.ones(3), torch.ones(4)])
     assert watch.launched == ["broadcast_"] * 2
@@ -117,4 +115,4 @@ def test_broadcasts_are_bracketed(collectives, monkeypatch):
 
 
 def test_gloo_and_the_fake_engine_are_asked(collectives):
-    assert not coalesced.can_coalesce(None, torch.device("cpu"))
+    assert not group.can_coalesce(None, torch.device("cpu"))

@@ -11,9 +11,9 @@ from headway.data.loader import PreparedLoader
 from headway.errors import Preempted
 from headway.launch.agent.records import PreemptedRun
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.control_plane import stopping
 from headway.runtime.events import notify
-from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 

@@ -18,9 +18,8 @@ from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
 from headway.checkpoint.format.manifest import TensorEntry
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.runtime import side_streams
-from headway.runtime.arenas import arenas
-from headway.runtime.side_streams import StreamPoint
+from headway.runtime import transfers
+from headway.runtime.transfers import StreamPoint, arenas
 from headway.weights.pieces import ShardPiece, TensorSplit
 from headway.weights.shards import bits, dtype_name
 
@@ -54,8 +53,8 @@ class HostCopies:
 
     def __init__(
         self,
-        mark: Callable[[torch.device], StreamPoint] = side_streams.point,
-        allocate: Callable[[int], torch.Tensor] = side_streams.pinned,
+        mark: Callable[[torch.device], StreamPoint] = transfers.point,
+        allocate: Callable[[int], torch.Tensor] = transfers.pinned,
     ) -> None:
         self._mark = mark
         self._allocate = allocate

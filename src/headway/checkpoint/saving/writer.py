@@ -30,9 +30,9 @@ from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.events import notify
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.side_streams import StreamPoint
+from headway.runtime.transfers import StreamPoint
 from headway.weights.pieces import ShardPiece
 from headway.weights.shards import dtype_name
 

@@ -30,11 +30,18 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.common.sealing import Seal, UnsealedCounter, users_secret
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
-from headway.launch.agent.decide import AgentAction, AgentSnapshot, decide
-from headway.launch.agent.endings import FailureReport, HangReport, MachineLost, RunEnded
+from headway.launch.agent.endings import (
+    AgentAction,
+    AgentSnapshot,
+    FailureReport,
+    HangReport,
+    MachineLost,
+    RunEnded,
+    decide,
+)
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.rank_files import RankFiles
+from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.agent.records import PreemptedRun, find_preempted
 from headway.launch.agent.rendezvous import (
     MEETING,
@@ -48,12 +55,11 @@ from headway.launch.agent.rendezvous import (
 from headway.launch.machine.control_group import MemoryWatch
 from headway.launch.machine.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
-from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.watch.machine import GRACE as HANG_GRACE
 from headway.launch.watch.machine import HangWatch, Worker
 from headway.log import silence_elastic
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
+from headway.runtime.control_plane.store import SealedStore
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""

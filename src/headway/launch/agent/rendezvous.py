@@ -20,8 +20,7 @@ from headway.errors import LaunchError
 from headway.launch.agent import meeting
 from headway.launch.machine.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import serve
+from headway.runtime.control_plane.store import SealedStore, serve
 
 T = TypeVar("T")
 

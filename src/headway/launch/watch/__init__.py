@@ -1,7 +1,6 @@
 """The hang watch: which rank the others wait for, where it is, and why; with an agent that looks on, and without."""
 
-from headway.runtime import process
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import process, pulse
 
 
 def start() -> None:

@@ -16,10 +16,8 @@ from headway.errors import ControlPlaneError
 from headway.launch.watch import judge
 from headway.launch.watch.views import RankView, decode, encode, view_of
 from headway.log import get_logger
-from headway.runtime import process
+from headway.runtime import heartbeat, process, pulse
 from headway.runtime.control_plane.control import Control, current
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat import thread as heartbeat
 
 _ANSWER = 4.0
 """Seconds for the others to post where they are."""

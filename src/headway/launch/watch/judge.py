@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.common.text import format_seconds
-from headway.launch.watch import frames as stacks
+from headway.launch.watch import views as stacks
 from headway.launch.watch.views import LATE, CollectiveCall, RankView
 from headway.runtime.control_plane.attendance import SAVE
 

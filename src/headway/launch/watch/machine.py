@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.launch.watch import frames as stacks
 from headway.launch.watch import judge
+from headway.launch.watch import views as stacks
 from headway.launch.watch.judge import HangDiagnosis
 from headway.launch.watch.views import RankView, decode, encode, view_of
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat.thread import LIVE_SIGNAL
+from headway.runtime import pulse
+from headway.runtime.heartbeat import LIVE_SIGNAL
 
 GRACE = 4
 """Seconds that ranks get to end in, once the run hangs."""

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CollectiveError, ConfigError
-from headway.runtime.collective_log import VOTE, CollectiveLog, Step
-from headway.runtime.collectives.coalesced import start_all
+from headway.runtime.collective_log import VOTE, CollectiveLedger, CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.runtime.control_plane.attendance import Attendance
-from headway.runtime.group import MARGIN, carries_cpu, part
-from headway.runtime.heartbeat.ledger import CollectiveLedger, LedgerEntry
+from headway.runtime.group import MARGIN, carries_cpu, part, start_all
 from headway.runtime.process import ProcessRuntime
 
 NUM_SLOTS = 32

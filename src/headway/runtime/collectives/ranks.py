@@ -9,7 +9,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.partition import split
+from headway.runtime.collectives.cut import split
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.process import ProcessRuntime
 
@@ -147,7 +147,7 @@ class RankAware:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of `inputs`: see `headway.runtime.collectives.partition.split`."""
+        """Yield this process's part of `inputs`: see `headway.runtime.collectives.cut.split`."""
         yield split(inputs, self.num_processes, self.process_index, apply_padding)
 
     def set_trigger(self) -> None:

@@ -30,11 +30,9 @@ from headway.common import scope
 from headway.common.callsite import Frame, users_frame
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
-from headway.runtime import process
+from headway.runtime import heartbeat, process, pulse
 from headway.runtime.control_plane.control import Control, current
 from headway.runtime.control_plane.store import first_line, named
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat import thread as heartbeat
 
 SAVE = "save_state"
 """How a save is called where ranks wait for others to come to it."""

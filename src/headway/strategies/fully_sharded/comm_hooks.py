@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CollectiveError
-from headway.runtime.collective_log import CollectiveLog, Step
+from headway.runtime.collective_log import CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.heartbeat.ledger import LedgerEntry
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.weights.shards import dtype_name
 

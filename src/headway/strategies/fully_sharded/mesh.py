@@ -31,18 +31,8 @@ from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import comm_hooks, dtensors, values
+from headway.strategies.fully_sharded import comm_hooks, dtensors, formats, values
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.dtensors import WholeScalars
-from headway.strategies.fully_sharded.formats import (
-    check_float8,
-    check_formats,
-    choose_formats,
-    compute_scales,
-    norms_within,
-    scale_before_forward,
-    wrap_weights,
-)
 from headway.strategies.fully_sharded.replaced import ReplacedParameters, ShardedModels
 from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
@@ -126,7 +116,7 @@ class MeshStrategy(Strategy):
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
-        check_float8(number_format, float8, options, layout.tp, layout.cp)
+        formats.check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
         self.name = written(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
         self._options = options
@@ -147,7 +137,7 @@ class MeshStrategy(Strategy):
         self._comm_hooks = comm_hooks.CommHooks(collectives)
         self._num_steps = 0
         self._has_left = False
-        collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
+        collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
         scope.own(traces.Hook).add(dtensors.explain_mixed)
 
@@ -251,7 +241,7 @@ class MeshStrategy(Strategy):
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
             return
-        num_wrapped = wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        num_wrapped = formats.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         units = find_units(model, self._options)
         if units.split:
             log.info(
@@ -261,7 +251,7 @@ class MeshStrategy(Strategy):
             )
         inner = self._shard(model, units)
         if num_wrapped:
-            scale_before_forward(model)
+            formats.scale_before_forward(model)
         if lacks_values:
             largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
             log.info(
@@ -273,9 +263,9 @@ class MeshStrategy(Strategy):
     def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
-        formats = choose_formats(chosen, self._number_format, self._computes_on)
-        if formats.told:
-            log.info_once("%s", formats.told)
+        dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
+        if dtypes.told:
+            log.info_once("%s", dtypes.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
             "mesh": self._shards,
@@ -283,13 +273,13 @@ class MeshStrategy(Strategy):
             "ignored_params": set(units.ignored) or None,
         }
         reshard = chosen.reshard_after_forward
-        norms = list(norms_within(units.modules, formats))
+        norms = list(formats.norms_within(units.modules, dtypes))
         for norm in norms:
-            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=formats.root, **given)
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
         for unit in units.modules:
-            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=formats.blocks, **given)
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
         whole_root = reshard if isinstance(reshard, bool) else None
-        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=formats.root, **given)
+        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
         gathered.sum_unused_too(model)
         wanted = set(map(id, units.modules))
         _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
@@ -436,20 +426,20 @@ class MeshStrategy(Strategy):
         """Step on the parts; before the first one, everything has the number format that was promised."""
         if not self._num_steps:
             for each in self._prepared:
-                check_formats(each.model, each.dtypes)
+                formats.check_formats(each.model, each.dtypes)
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
             for lost in filter(None, (each.lost_writes for each in self._prepared)):
                 lost.check()
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
-            compute_scales(self._models)
+            formats.compute_scales(self._models)
         return did_step
 
     def settle(self) -> None:
         """Weights that are gathered in float8 have other scales now."""
         if self._number_format == "fp8":
-            compute_scales(self._models)
+            formats.compute_scales(self._models)
 
     # ---------------------------------------------------------------- the end
 

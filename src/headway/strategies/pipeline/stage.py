@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from headway.runtime import pulse
 from headway.runtime.collectives.tree import Tree, map_leaves, tensors
-from headway.runtime.heartbeat import file as pulse
 
 
 class StageTransfer(dist.P2POp):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from headway.memory.free import free_bytes
-from headway.memory.peaks import PeakReader
-from headway.runtime.collectives.partition import slice_bounds
+from headway.memory.monitor import PeakReader
+from headway.runtime.collectives.cut import slice_bounds
 from headway.runtime.device import Hardware
 
 FIRST_PATIENCE = 16

@@ -32,7 +32,7 @@ from headway.log import get_logger
 from headway.runtime import process
 from headway.runtime.collective_log import CollectiveLog, Step, is_vote, read
 from headway.runtime.control_plane import control
-from headway.runtime.heartbeat.thread import before_shutdown
+from headway.runtime.heartbeat import before_shutdown
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 

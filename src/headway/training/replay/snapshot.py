@@ -1,4 +1,4 @@
-"""What a batch may change before its update is made, and the way back: of gradients, buffers, random streams, and of optimizer steps.
+"""What a batch may change before its update, and the way back: gradients, buffers, random streams, optimizer steps.
 
 What a batch may change before its update is made, and the way back: gradients, buffers, random streams, counters.
 

@@ -24,7 +24,7 @@ from headway.runtime.collective_log import VOTE
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.events import notify
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.strategies.base import Strategy
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.replay.piece_size import AllocatorPressure, PieceSize

@@ -2,7 +2,7 @@
 
 import sys
 
-from headway.launch.machine import plugged
+from headway.launch.machine import machine
 
 
 def package(folder, text):
@@ -13,15 +13,15 @@ def package(folder, text):
 
 def test_a_package_tells_torch_about_itself(tmp_path):
     folders = [str(tmp_path), str(tmp_path / "absent")]
-    assert not plugged.is_installed(folders)
+    assert not machine.is_installed(folders)
     package(tmp_path, "[console_scripts]\nvendor = vendor:main\n\n[torch.backends]\nvendor = vendor:load\n")
-    assert plugged.is_installed(folders)
+    assert machine.is_installed(folders)
 
 
 def test_nobody_is_asked_where_none_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent")
     package(tmp_path, "[console_scripts]\nvendor = vendor:main\n")
-    assert plugged.accelerator({}, [str(tmp_path)]) is None
+    assert machine.accelerator({}, [str(tmp_path)]) is None
 
 
 def test_torch_answers_and_may_say_none(tmp_path, monkeypatch):
@@ -31,9 +31,9 @@ def test_torch_answers_and_may_say_none(tmp_path, monkeypatch):
     for said, found in (("hello\\nheadway: npu 8", ("npu", 8)), ("no driver", None)):
         python.write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
         python.chmod(0o755)
-        assert plugged.accelerator({}, [str(tmp_path)]) == found
-        assert plugged.accelerator({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, [str(tmp_path)]) is None
-        assert plugged.accelerator({"HEADWAY_DEVICE": "npu"}, [str(tmp_path / "empty")]) == found  # by the user's word
-        assert plugged.accelerator({"HEADWAY_DEVICE": "cpu"}, [str(tmp_path / "empty")]) is None
+        assert machine.accelerator({}, [str(tmp_path)]) == found
+        assert machine.accelerator({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, [str(tmp_path)]) is None
+        assert machine.accelerator({"HEADWAY_DEVICE": "npu"}, [str(tmp_path / "empty")]) == found  # by the user's word
+        assert machine.accelerator({"HEADWAY_DEVICE": "cpu"}, [str(tmp_path / "empty")]) is None
     python.unlink()
-    assert plugged.accelerator({}, [str(tmp_path)]) is None
+    assert machine.accelerator({}, [str(tmp_path)]) is None

@@ -7,9 +7,8 @@ import torch
 
 from headway import Accelerator
 from headway.common import scope
-from headway.memory import evidence
-from headway.memory.monitor import AllocatorMeter
-from headway.memory.peaks import PeakReader
+from headway.memory import oom
+from headway.memory.monitor import AllocatorMeter, PeakReader
 from headway.runtime.device import HARDWARE
 from headway.training.replay.piece_size import FIRST_PATIENCE, AllocatorPressure
 from tests.unit.memory.simulated import SimulatedAllocator
@@ -88,8 +87,8 @@ ENGINE = "FIND was unable to find an engine to execute this computation"
 def test_a_library_that_swallows_the_error_is_seen_through(simulate, monkeypatch) -> None:
     allocator = simulate(40 << 30)
     allocator.malloc(1 << 20)  # the weights
-    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": CUDA})
-    scope.drop(evidence._Counted)
+    monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
+    scope.drop(oom._Counted)
 
     def uses(rows: int) -> list[int]:
         try:
@@ -104,8 +103,8 @@ def test_a_library_that_swallows_the_error_is_seen_through(simulate, monkeypatch
 def test_an_engine_that_is_missing_for_another_reason_costs_one_more_attempt_at_most(simulate, monkeypatch) -> None:
     allocator = simulate(40 << 30)
     allocator.malloc(1 << 20)  # the weights
-    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": CUDA})
-    scope.drop(evidence._Counted)
+    monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
+    scope.drop(oom._Counted)
     tried: list[int] = []
 
     def uses(rows: int) -> list[int]:

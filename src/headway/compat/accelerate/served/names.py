@@ -15,8 +15,9 @@ _BY_PLACE = {
     "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig",
     "headway.config.layout_request": "TorchContextParallelConfig",
     "headway.config.launch": "DynamoBackend",
-    "headway.offload.quantisation": "BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers",
-    "headway.offload.quantised": "load_and_quantize_model",
+    "headway.offload.quantisation": """
+        BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers load_and_quantize_model
+    """,
     "headway.compat.accelerate.modules.casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.files.sharded": """

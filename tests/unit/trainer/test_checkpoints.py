@@ -12,8 +12,8 @@ from headway import Preemption, TrainerCallback
 from headway.checkpoint.format.manifest import read_manifest
 from headway.common import scope
 from headway.errors import CheckpointError, Preempted
-from headway.trainer import continuing
-from headway.trainer.records import differences, settings_of
+from headway.trainer import checkpoints
+from headway.trainer.checkpoints import differences, settings_of
 from tests.unit.trainer.models import Net, Points, arguments, make, weights
 
 
@@ -46,19 +46,19 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 @pytest.fixture(autouse=True)
 def _new_process():
-    scope.drop(continuing.TrainingCounts)
+    scope.drop(checkpoints.TrainingCounts)
 
 
 def preempt(folder, step=3, resume=None, **given):
     """A process whose only training is asked to end."""
-    scope.drop(continuing.TrainingCounts)
+    scope.drop(checkpoints.TrainingCounts)
     with pytest.raises(Preempted):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
 
 
 def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
     if is_new_process:
-        scope.drop(continuing.TrainingCounts)
+        scope.drop(checkpoints.TrainingCounts)
     first = First()
     trainer = make(folder, model=model, callbacks=[first], **SAVES, **given)
     trainer.train(resume_from_checkpoint=resume)
@@ -152,7 +152,7 @@ def test_a_loop_that_ends_in_its_own_way_is_gone_on_with_too(tmp_path):
 
 def test_a_mark_that_cannot_be_read_is_said(tmp_path, caplog):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / continuing.FILE).write_text("{")
+    (tmp_path / "run" / checkpoints.FILE).write_text("{")
     assert where_begun(tmp_path)[0] == 0
     assert "cannot be read" in caplog.text
 
@@ -214,6 +214,6 @@ def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatc
 
 def test_the_mark_says_which_run(tmp_path):
     preempt(tmp_path)
-    told = json.loads((tmp_path / "run" / continuing.FILE).read_text())
+    told = json.loads((tmp_path / "run" / checkpoints.FILE).read_text())
     newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")
     assert told == {"run": newest.about["run"], "training": 1, "asked": None, "update": 3}

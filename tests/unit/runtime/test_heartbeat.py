@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat.flight_recorder import Recorder
-from headway.runtime.heartbeat.thread import ENDED, Heartbeat
+from headway.runtime import pulse
+from headway.runtime.heartbeat import ENDED, Heartbeat, Recorder
 
 
 def run(body, path, **more):
@@ -80,8 +79,8 @@ def test_the_end_of_a_forked_worker(path):
     body = """
 import os, signal, threading
 from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat.thread import Heartbeat
-from headway.runtime.heartbeat.flight_recorder import Recorder
+from headway.runtime.heartbeat import Heartbeat
+from headway.runtime.heartbeat import Recorder
 recorder = Recorder()
 Heartbeat(pulse.own(), recorder).start()
 with recorder._asked._cond:
@@ -98,8 +97,8 @@ print(repr(pulse.own().read().phase))
 
 
 def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
-    from headway.launch.watch.frames import parse
-    from headway.runtime.heartbeat.thread import LIVE_SIGNAL
+    from headway.launch.watch.views import parse
+    from headway.runtime.heartbeat import LIVE_SIGNAL
 
     if LIVE_SIGNAL is None:
         pytest.skip("this system has no signal to spare")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
-from headway.trainer.settings.checking import RANGES
-from headway.trainer.settings.legacy import ACCEPTED, NOT_TAKEN
+from headway.trainer.argument_checks import RANGES
+from headway.trainer.legacy import ACCEPTED, NOT_TAKEN
 
 
 def refused(**given):

@@ -8,7 +8,7 @@ import torch
 
 from headway.offload import dispatch
 from headway.offload.transport import HostTransport, RingTransport, transport_to
-from headway.runtime.side_streams import DeviceCopyStream
+from headway.runtime.transfers import DeviceCopyStream
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import sysconfig
 import pytest
 
 from headway.common.callsite import Frame, is_users
-from headway.launch.watch import frames
+from headway.launch.watch import views
 
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 
@@ -51,13 +51,13 @@ def script(tmp_path):
     ],
 )
 def test_a_condition_that_not_every_rank_passes(script, line, told):
-    found = frames.condition([Frame(script, line, "train")])
+    found = views.condition([Frame(script, line, "train")])
     assert (None if found is None else (found[0].line, found[1])) == told
 
 
 def test_a_condition_of_a_caller(script):
     inner = Frame(__file__, 1, "helper")
-    found = frames.condition([inner, Frame(script, 5, "train")])
+    found = views.condition([inner, Frame(script, 5, "train")])
     assert found is not None
     assert found[0] == Frame(script, 4, "train")
 
@@ -65,19 +65,19 @@ def test_a_condition_of_a_caller(script):
 @pytest.mark.parametrize("text", ["def (", "\0"])
 def test_a_file_that_is_no_python(tmp_path, text):
     (tmp_path / "x.py").write_text(text)
-    assert frames.condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
+    assert views.condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
 
 
 def test_who_has_left_a_loop(script):
     waiting = [Frame(script, 5, "train"), Frame(script, 19, "<module>")]
     outside = [Frame("/elsewhere.py", 3, "finish"), Frame(script, 20, "<module>")]
-    assert frames.left_loop(outside, waiting) == Frame(script, 3, "train")
+    assert views.left_loop(outside, waiting) == Frame(script, 3, "train")
     past = [Frame(script, 10, "train"), Frame(script, 19, "<module>")]
-    assert frames.left_loop(past, waiting) == Frame(script, 3, "train")
+    assert views.left_loop(past, waiting) == Frame(script, 3, "train")
     same = [Frame(script, 9, "train"), Frame(script, 19, "<module>")]
-    assert frames.left_loop(same, waiting) is None
-    assert frames.left_loop(waiting, past) is None
-    assert frames.left_loop([], waiting) is None
+    assert views.left_loop(same, waiting) is None
+    assert views.left_loop(waiting, past) is None
+    assert views.left_loop([], waiting) is None
 
 
 def test_the_main_thread_of_a_dump():
@@ -86,35 +86,34 @@ def test_the_main_thread_of_a_dump():
         'Current thread 0x02 (most recent call first):\n  File "/elsewhere/a b.py", line 12 in <lambda>\n'
         '  File "/elsewhere/train.py", line 40 in <module>\n'
     )
-    assert frames.parse(text) == [
+    assert views.parse(text) == [
         Frame("/elsewhere/a b.py", 12, "<lambda>"),
         Frame("/elsewhere/train.py", 40, "<module>"),
     ]
-    assert frames.parse("") == []
-    assert frames.parse("Thread 0x01 (most recent call first):\n...\n") == []
+    assert views.parse("") == []
+    assert views.parse("Thread 0x01 (most recent call first):\n...\n") == []
 
 
 def test_what_a_stack_says():
     user = Frame("/elsewhere/train.py", 3, "main")
-    assert frames.is_in_debugger([Frame(STDLIB + "/pdb.py", 5, "cmdloop"), user])
-    assert frames.is_saving([Frame(SITE + "/torch/serialization.py", 5, "save"), user])
+    assert views.is_in_debugger([Frame(STDLIB + "/pdb.py", 5, "cmdloop"), user])
+    assert views.is_saving([Frame(SITE + "/torch/serialization.py", 5, "save"), user])
     inside = [Frame(SITE + "/torch/utils/data/dataloader.py", 5, "_try_get_data"), user]
     outside = [user, Frame(SITE + "/torch/utils/data/_utils/fetch.py", 5, "fetch"), user]
-    assert frames.is_loading_data(inside)
-    assert not frames.is_in_dataset(inside)
-    assert frames.is_in_dataset(outside)
+    assert views.is_loading_data(inside)
+    assert not views.is_in_dataset(inside)
+    assert views.is_in_dataset(outside)
     meeting = [
         Frame(SITE + "/torch/distributed/distributed_c10d.py", 9, "init_process_group"),
         Frame(SITE + "/torch/distributed/c10d_logger.py", 9, "wrapper"),
         user,
     ]
-    assert frames.is_meeting(meeting)
-    assert frames.meeting(meeting) == "init_process_group"
-    assert not frames.is_meeting([user])
+    assert views.is_meeting(meeting)
+    assert views.meeting(meeting) == "init_process_group"
+    assert not views.is_meeting([user])
     mine = Frame("/elsewhere/headway/checkpoint/torch/utils/data/pdb.py", 3, "main")
     assert not any(
-        check([mine])
-        for check in (frames.is_in_debugger, frames.is_saving, frames.is_loading_data, frames.is_in_backward)
+        check([mine]) for check in (views.is_in_debugger, views.is_saving, views.is_loading_data, views.is_in_backward)
     )
 
 
@@ -126,5 +125,5 @@ def test_a_place_is_told_as_people_write_it(tmp_path, monkeypatch):
     assert place.source == "step()"
     assert str(Frame("/other/train.py", 2, "main")) == "/other/train.py:2 in main"
     assert is_users(place.file)
-    assert not is_users(frames.__file__)
+    assert not is_users(views.__file__)
     assert not is_users("<frozen runpy>")

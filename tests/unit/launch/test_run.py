@@ -7,7 +7,7 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.launch.plan import Program
-from headway.launch.target import check
+from headway.launch.run import check
 
 RUNS = "raise AssertionError('the launcher has run it')\n"
 

@@ -9,8 +9,7 @@ from torch.distributed import HashStore
 from headway.common.sealing import Seal, UnsealedCounter
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime.control_plane.control import Control
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import StoreAddress, StoreLink, serve
+from headway.runtime.control_plane.store import SealedStore, StoreAddress, StoreLink, serve
 
 
 @pytest.fixture

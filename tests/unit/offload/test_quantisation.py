@@ -12,8 +12,8 @@ from headway.offload.quantisation import (
     QuantizationOptions,
     get_keys_to_not_convert,
     has_4bit_bnb_layers,
+    load_and_quantize_model,
 )
-from headway.offload.quantised import load_and_quantize_model
 
 
 class Net(nn.Module):

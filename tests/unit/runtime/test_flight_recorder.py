@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from headway.launch.watch.judge import judge, text
 from headway.launch.watch.views import view_of
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat.flight_recorder import Recorder, forget, latest
-from headway.runtime.heartbeat.thread import Heartbeat
+from headway.runtime import pulse
+from headway.runtime.heartbeat import Heartbeat, Recorder, forget, latest
 from tests.unit.runtime.nccl_dump import content, dump, entry
 
 

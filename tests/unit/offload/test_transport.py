@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from headway.offload import pinning
+from headway.offload import transport
 from headway.offload.execution import Execution
-from headway.offload.pinning import pin
-from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import Placement
-from headway.offload.transport import RingTransport
+from headway.offload.placement.device_map import DeviceMap, Placement
+from headway.offload.transport import RingTransport, pin
 from tests.unit.offload.simulated import SimulatedLane
 from tests.unit.offload.test_stream import CPU, INPUTS, Twice
 
@@ -72,7 +70,7 @@ def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
     homes = {name: CPU if name.startswith("0") else "disk" for name in names}
     lane = SimulatedLane()
     asked = []
-    monkeypatch.setattr(pinning, "available_memory", lambda: asked.append(1) or 1 << 30)  # any machine's
+    monkeypatch.setattr(transport, "available_memory", lambda: asked.append(1) or 1 << 30)  # any machine's
     Execution(model, Placement(DeviceMap({"0": "cpu", "1": "disk"}), CPU, homes), [], [], RingTransport(lane))
     assert asked
     assert {name: lane.is_pinned(tensor) for name, tensor in names.items()} == {
@@ -84,5 +82,5 @@ def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
 @pytest.mark.parametrize(("num_local", "wanted"), [("1", 100 + 24), ("4", 25 + 24)])
 def test_the_limit_is_half_of_what_there_is_for_this_process(monkeypatch, num_local, wanted):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
-    monkeypatch.setattr(pinning, "available_memory", lambda: 100 * 64)
-    assert pinning.pinnable([torch.zeros(24, 16)]) == wanted * 64 // 2
+    monkeypatch.setattr(transport, "available_memory", lambda: 100 * 64)
+    assert transport.pinnable([torch.zeros(24, 16)]) == wanted * 64 // 2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
 
 
 @pytest.fixture

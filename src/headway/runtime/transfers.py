@@ -1,7 +1,15 @@
-"""A device's second queue, for copies beside the computation, on any accelerator that torch knows: streams, events, pinned memory."""
+"""Copies between host and device: side streams, how much pinned memory to ask for, and values that are read later.
 
+A device's second queue, for copies beside the computation, on any accelerator that torch knows: streams, events, pinned memory.
+
+How much pinned memory to ask for at a time: torch rounds each piece up to a power of two, so pieces are powers of two.
+
+Values on their way from a device to the host: asked for now, read later, so that the host need not wait in between.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -178,3 +186,93 @@ class DeviceCopyStream:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Does the tensor lie in pinned memory?"""
         return tensor.is_pinned()
+
+
+ARENA = 1 << 30
+"""The most bytes of one piece, unless one tensor alone is larger."""
+_ALIGNED = 256
+
+
+def arenas(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Pieces of memory for tensors of these sizes, as (bytes, [(which tensor, where it begins)]), in order.
+
+    Each is the largest power of two that the rest fills, up to `ARENA`; a tensor that is larger gets one of its own.
+
+    Args:
+        sizes: of the tensors, in bytes.
+        limit: bytes of all pieces together; tensors beyond it get no place.
+    """
+    needed = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    index, rest = 0, sum(needed)
+    while index < len(needed):
+        num_bytes = min(max(min(_floor(rest), ARENA), _ceil(needed[index])), _floor(limit))
+        part, offset = [], 0
+        while index < len(needed) and offset + needed[index] <= num_bytes:
+            part.append((index, offset))
+            offset += needed[index]
+            index += 1
+        if not part:
+            return
+        rest -= offset
+        limit -= num_bytes
+        yield num_bytes, part
+
+
+def pieces(size: int) -> list[int]:
+    """Sizes of pieces that hold `size` bytes: powers of two, and a last one that is rounded up by less than an eighth of them all."""
+    found: list[int] = []
+    rest = size
+    while rest > 0:
+        found.append(_floor(rest) if 8 * rest > size else rest)
+        rest -= found[-1]
+    return found
+
+
+def _floor(number: int) -> int:
+    """The largest power of two that is not larger; 0 for 0."""
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
+
+
+def _ceil(number: int) -> int:
+    """The smallest power of two that is not smaller; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number > 0 else 0
+
+
+class Readback:
+    """A small tensor's value as of now, on the host when it is asked for.
+
+    Where the tensor lies on an accelerator, its copy goes into pinned memory behind what the current stream has queued; a host
+    that comes back after more work was queued finds it there, or waits while the device goes on working. A device without
+    events is waited for at once.
+
+    Args:
+        tensor: what to read; it may change afterwards.
+    """
+
+    __slots__ = ("_event", "_value")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: Any = None
+        if tensor.device.type == "cpu":
+            self._value = tensor.clone()
+            return
+        try:
+            event = torch.Event(device=tensor.device)
+            self._value = tensor.to("cpu", non_blocking=True)
+            event.record(torch.accelerator.current_stream(tensor.device))
+        except RuntimeError:
+            self._value = tensor.to("cpu")
+        else:
+            self._event = event
+
+    @property
+    def is_there(self) -> bool:
+        """Can it be read without waiting?"""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> torch.Tensor:
+        """The value, a tensor on the host; waits where it is not there yet."""
+        if not self.is_there:
+            self._event.synchronize()
+        return self._value

@@ -10,17 +10,18 @@ from torch import nn
 from headway import TrainingArguments
 from headway.errors import DataError
 from headway.runtime.collectives.cut import cut_rows
-from headway.trainer.collate import (
+from headway.trainer.data import (
     NUM_ITEMS,
     Collating,
     Collator,
     LabelCount,
+    LengthGroupedSampler,
     find_label_names,
+    find_lengths,
     forward_parameters,
     is_shifted,
     kept_columns,
 )
-from headway.trainer.data import LengthGroupedSampler, find_lengths
 from headway.trainer.loss import LossBook, take_count
 from tests.unit.trainer.models import bert, llama, texts
 
