@@ -42,7 +42,7 @@ def test_a_beat_tells_where_the_main_thread_is():
 
 def test_the_end_of_the_program_is_told_and_clean(path):
     body = (
-        "from headway.runtime.heartbeat import thread as heartbeat\nimport sys, time\nheartbeat.INTERVAL = 0.001\nheartbeat.start()\n"
+        "from headway.runtime import heartbeat\nimport sys, time\nheartbeat.INTERVAL = 0.001\nheartbeat.start()\n"
         "heartbeat.start()\ntime.sleep(0.2)\nsys.exit(3)\n"
     )
     ran = run(body, path)
@@ -56,8 +56,8 @@ def test_the_end_of_the_program_is_told_and_clean(path):
 def test_forks_in_the_middle_of_beats(path):
     body = """
 import os, time
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat import thread as heartbeat
+from headway.runtime import pulse
+from headway.runtime import heartbeat
 heartbeat.INTERVAL = 0.0001
 heartbeat.start()
 for _ in range(30):
@@ -78,7 +78,7 @@ def test_the_end_of_a_forked_worker(path):
     """A worker of a data loader ends as Python does: it is not the rank, and the recorder's lock was held as it was forked."""
     body = """
 import os, signal, threading
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.heartbeat import Recorder
 recorder = Recorder()
@@ -102,7 +102,7 @@ def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
 
     if LIVE_SIGNAL is None:
         pytest.skip("this system has no signal to spare")
-    body = "from headway.runtime.heartbeat import thread\nthread.start()\ndef busy():\n    sum(range(10**13))\nbusy()\n"
+    body = "from headway.runtime import heartbeat\nheartbeat.start()\ndef busy():\n    sum(range(10**13))\nbusy()\n"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
     try:
         stacks, deadline = path.with_name(path.name + ".stacks"), time.monotonic() + 30

@@ -75,7 +75,7 @@ def test_a_half_written_note_leaves_the_former_one(path):
 
 CLAIM = """
 import os, sys
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
 print(pulse.own().path is not None, os.environ.get("HEADWAY_PULSE"))
 if len(sys.argv) > 1:
     sys.exit()
