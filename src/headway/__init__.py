@@ -57,7 +57,7 @@ _BY_PLACE = {
     "headway.planning.cheapest": "cheapest",
     "headway.planning.compare": "plan",
     "headway.planning.forecast": "forecast",
-    "headway.runtime.collectives.streams": "synchronize_rng_states",
+    "headway.runtime.collectives.ranks": "synchronize_rng_states",
     "headway.runtime.collectives.tree": "find_batch_size",
     "headway.runtime.seed": "set_seed",
     "headway.strategies.pipeline.pippy": "prepare_pippy",
@@ -189,7 +189,7 @@ if TYPE_CHECKING:
     from headway.planning.cheapest import cheapest as cheapest
     from headway.planning.compare import plan as plan
     from headway.planning.forecast import forecast as forecast
-    from headway.runtime.collectives.streams import synchronize_rng_states as synchronize_rng_states
+    from headway.runtime.collectives.ranks import synchronize_rng_states as synchronize_rng_states
     from headway.runtime.collectives.tree import find_batch_size as find_batch_size
     from headway.runtime.seed import set_seed as set_seed
     from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin

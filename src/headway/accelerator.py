@@ -60,8 +60,7 @@ from headway.precision import float8
 from headway.precision.mixed import build_precision
 from headway.runtime import events, process, pulse
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware
-from headway.runtime.collectives.streams import stream_names
+from headway.runtime.collectives.ranks import RankAware, stream_names
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import note_progress

@@ -85,7 +85,7 @@ BUDGET = {"xxhash"}
 
 ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "tracking.feed", "tracking.runlog",
           "tracking.progress", "tracking.report", "training.replay", "training.activation_checkpointing", "training.throughput",
-          "training.checks.finite", "offload.dispatch", "cli", "launch.agent", "launch.plan", "launch.watch.alone",
+          "training.checks.finite", "offload.dispatch", "cli", "launch.agent", "launch.plan", "launch.watch.machine",
           "launch.watch.judge", "launch.watch.views", "memory.batch_size.search", "trainer")  # fmt: skip
 """Parts of Headway that one process without further wishes has no use for."""
 

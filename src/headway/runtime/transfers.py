@@ -5,9 +5,12 @@ A device's second queue, for copies beside the computation, on any accelerator t
 How much pinned memory to ask for at a time: torch rounds each piece up to a power of two, so pieces are powers of two.
 
 Values on their way from a device to the host: asked for now, read later, so that the host need not wait in between.
+
+A module moved to a device as the same parameters, so that an optimizer made before goes on holding them.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -276,3 +279,34 @@ class Readback:
         if not self.is_there:
             self._event.synchronize()
         return self._value
+
+
+def move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module; its parameters stay the same objects, and tied ones stay tied.
+
+    torch's `module.to` gives a parameter new data in place only on kinds of device that it lists in its own source (CPU, CUDA,
+    XPU, MPS, HPU and their like). On one that a package registers it makes new parameters: an optimizer made before keeps
+    the old ones. There the contents are exchanged instead (`torch.utils.swap_tensors`).
+
+    Raises:
+        RuntimeError: a parameter cannot be exchanged, because a weak reference or a graph that was not run back holds it.
+    """
+    here = next(module.parameters(), None)
+    with _exchanged(here is not None and not _takes_data_of(here.device, device)):
+        module.to(device)
+
+
+def _takes_data_of(old: torch.device, new: torch.device) -> bool:
+    """Can a tensor of the one device be given data on the other in place?"""
+    made = (torch.empty(0, device=device) for device in (old, new))
+    return old.type == new.type or torch._has_compatible_shallow_copy_type(*made)
+
+
+@contextmanager
+def _exchanged(is_on: bool) -> Iterator[None]:
+    was_on = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(was_on or is_on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was_on)

@@ -15,8 +15,8 @@ from headway.errors import CollectiveError, PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
+from headway.runtime.transfers import move
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
-from headway.weights.moving import move
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""

@@ -17,6 +17,7 @@ from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.seed import set_seed
+from headway.runtime.transfers import move
 from headway.trainer import builder
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
@@ -41,7 +42,6 @@ from headway.trainer.results import (
 )
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
-from headway.weights.moving import move
 
 log = get_logger(__name__)
 

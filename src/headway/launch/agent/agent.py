@@ -52,7 +52,7 @@ from headway.launch.agent.rendezvous import (
     use_interface,
     watch_for,
 )
-from headway.launch.machine.control_group import MemoryWatch
+from headway.launch.machine.machine import MemoryWatch
 from headway.launch.machine.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.machine import GRACE as HANG_GRACE

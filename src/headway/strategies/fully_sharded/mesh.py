@@ -2,7 +2,7 @@
 
 FSDP2 (`fully_shard`) cuts each parameter along its first dimension over the axis "shard", gathers a unit's parameters before its
 forward and its backward, and sums gradients into parts again; HSDP adds the axis "replicate". What follows from parts: optimizers
-go by `current`, norms need an exchange (`gradients.py`), and a model runs on all ranks of its mesh or on none.
+go by `current`, norms need an exchange (`dtensors.py`), and a model runs on all ranks of its mesh or on none.
 """
 
 import weakref

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from headway.weights import moving
-from headway.weights.moving import move
+from headway.runtime import transfers
+from headway.runtime.transfers import move
 
 
 def test_the_setting_of_torch_is_put_back_and_tied_parameters_stay_tied(monkeypatch):
     # In place of a device that torch's list lacks: nothing may be given new data in place.
-    monkeypatch.setattr(moving, "_takes_data_of", lambda old, new: False)
+    monkeypatch.setattr(transfers, "_takes_data_of", lambda old, new: False)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     before = dict(model.named_parameters())
@@ -24,5 +24,5 @@ def test_the_setting_of_torch_is_put_back_and_tied_parameters_stay_tied(monkeypa
 
 def test_a_module_without_parameters_moves():
     move(nn.ReLU(), torch.device("cpu"))
-    with moving._exchanged(True):
+    with transfers._exchanged(True):
         assert torch.__future__.get_swap_module_params_on_conversion()

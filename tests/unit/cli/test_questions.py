@@ -2,9 +2,9 @@
 
 import pytest
 
+from headway.cli.config import NONE, SOME, SPREADS, ConfigQuestion, interview
 from headway.config.launch import LaunchConfig
 from headway.config.mesh import parse
-from headway.config.questions import NONE, SOME, SPREADS, ConfigQuestion, interview
 
 
 def answer_with(**given):
