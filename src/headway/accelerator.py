@@ -82,9 +82,9 @@ from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.profile import profiling
 from headway.training.run import AcceleratorRun
-from headway.training.step import MicroBatch, NoGuard, TrainingStep, WholeStep
+from headway.training.step import MicroBatch, TrainingStep, WholeStep
 from headway.training.whole_weights import WholeWeights
-from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock, WeightedMean
+from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
@@ -218,7 +218,7 @@ class Accelerator(RankAware):
         self.clock = UpdateClock()
         self._events = LoaderEvents()
         neighbours = runtime.scope.own(AcceleratorRegistry)
-        divides = loss_policy or WeightedMean()
+        divides = loss_policy or LossPolicy()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
@@ -284,7 +284,7 @@ class Accelerator(RankAware):
             partial(neighbours.loader_beside, prepared),
         )
         skips = SkippedUpdates(windows, self.clock)
-        guard: StepGuard = NoGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
+        guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if on_non_finite is not None:
             guard = finite.build_guard(
                 on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
@@ -293,7 +293,7 @@ class Accelerator(RankAware):
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
-            self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
+            self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
@@ -689,7 +689,7 @@ class Accelerator(RankAware):
     def non_finite(self) -> "finite.FiniteGuard | None":
         """What `on_non_finite` has done so far; None where it was not asked for."""
         guard = self._training_step.guard
-        return None if isinstance(guard, NoGuard) else cast("finite.FiniteGuard", guard)
+        return None if type(guard) is StepGuard else cast("finite.FiniteGuard", guard)
 
     # ---------------------------------------------------------------- data and metrics
 

@@ -17,7 +17,7 @@ from headway.common.text import format_bytes
 from headway.log import get_logger
 from headway.offload.placement.budget import available_memory
 from headway.offload.readahead import ReadTraffic
-from headway.runtime.transfers import CopyStream, DeviceCopyStream, StreamPoint, arenas
+from headway.runtime.transfers import CopyStream, StreamPoint, arenas
 from headway.weights.names import is_mapped
 
 logger = get_logger(__name__)
@@ -180,7 +180,7 @@ class RingTransport(HostTransport):
 def transport_to(device: torch.device) -> HostTransport:
     """How weights travel to an accelerator: beside the computation, where its backend has streams."""
     try:
-        stream = DeviceCopyStream(device)
+        stream = CopyStream(device)
     except RuntimeError as error:
         logger.warning_once("%s has no streams (%s): weights cannot be copied while the device computes", device, error)
         return HostTransport(device)

@@ -9,7 +9,7 @@ Many tensors in one launch: a kernel of NCCL's for each tensor costs more than w
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,20 +131,13 @@ def have_all_come(store: SealedStore, rank: int, world_size: int, patience: time
         return False
 
 
-class Waitable(Protocol):
-    """What is under way: one exchange, or several."""
-
-    def wait(self) -> Any:
-        """Return when it is done; on a device, when its stream waits for that."""
-
-
 def start_all(
     found: Iterable[torch.Tensor],
     group_of: Callable[[torch.Tensor], dist.ProcessGroup | None],
     start: Callable[[torch.Tensor], Any],
     *,
     is_sum: bool,
-) -> list[Waitable]:
+) -> list[Any]:
     """Start an exchange of each tensor; those of one device and type in one launch, where their engine can.
 
     Args:
@@ -156,7 +149,7 @@ def start_all(
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in found:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    under_way: list[Waitable] = []
+    under_way: list[Any] = []
     for (device, _), tensors in alike.items():
         group = group_of(tensors[0])
         if len(tensors) > 1 and can_coalesce(group, device):

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -59,28 +59,6 @@ log = get_logger(__name__)
 
 _NUM_HOPELESS = 20
 """After so many halvings of fp16's usual scale, 65536, it is below 1: what overflows now is not the scale's doing."""
-
-
-class StepGuard(Protocol):
-    """Watches the numbers of a step."""
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is run on."""
-
-    def after_backward(self, loss: torch.Tensor) -> None:
-        """It has run; a pipeline computes the loss's value in it."""
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have been."""
-
-    def permits(self) -> bool:
-        """May the closed window's update be made? The same answer on every rank."""
-
-    def after_step(self, did_step: bool) -> None:
-        """An optimizer has made its step, or not."""
 
 
 class NonFiniteNotice:
@@ -188,6 +166,48 @@ class SkippedUpdates:
     def _leave_bars(self) -> None:
         if self._fact in events.facts():
             events.facts().remove(self._fact)
+
+
+class StepGuard:
+    """Watches the numbers of a step. This one prevents nothing.
+
+    Args:
+        notice: is told of losses that are not finite, or may be; None where tensors have no values.
+        skips: counts steps that were not made.
+    """
+
+    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
+        self._notice = notice
+        self._skips = skips
+        self._is_read_late = False
+
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is run on."""
+        return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """It has run; a pipeline computes the loss's value in it."""
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
+
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
+        return None
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They have been."""
+
+    def permits(self) -> bool:
+        """May the closed window's update be made? The same answer on every rank."""
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
+        return True
+
+    def after_step(self, did_step: bool) -> None:
+        """An optimizer has made its step, or not."""
+        if not did_step:
+            self._skips.note()
 
 
 def _numbers() -> "count[int]":

@@ -10,7 +10,6 @@
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
 from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight
-from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepGuard, StepHooks
+from headway.training.hooks import StepGuard, StepHooks
 from headway.training.model_turns import TWO_TURNS, ModelTurns
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
@@ -34,54 +33,11 @@ from headway.training.windows import (
     AccumulationWindows,
     BatchPiece,
     LossPolicy,
-    WeightedMean,
 )
 
 log = get_logger(__name__)
 
 _AS_IT_COMES = nullcontext()
-
-
-class NoGuard:
-    """Prevents nothing.
-
-    Args:
-        notice: is told of losses that are not finite, or may be; None where tensors have no values.
-        skips: counts steps that were not made.
-    """
-
-    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
-        self._notice = notice
-        self._skips = skips
-        self._is_read_late = False
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is."""
-        return loss
-
-    def after_backward(self, loss: torch.Tensor) -> None:
-        """On a CPU, reading it waits for nobody."""
-        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
-            self._is_read_late = True
-            self._notice.note(loss)
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Nothing is computed."""
-        return None
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Nothing is noted."""
-
-    def permits(self) -> bool:
-        """Always."""
-        if self._notice is not None and self._is_read_late:
-            self._notice.look()
-        return True
-
-    def after_step(self, did_step: bool) -> None:
-        """Count it where it was not made."""
-        if not did_step:
-            self._skips.note()
 
 
 class TrainingStep(ABC):
@@ -119,7 +75,7 @@ class TrainingStep(ABC):
         self.moments = moments
         self.turns = ModelTurns(windows, prepared, strategy)
         self._first_window = FirstWindow(windows, prepared, strategy)
-        self.weighs_losses = isinstance(policy, WeightedMean)
+        self.weighs_losses = type(policy) is LossPolicy
         self._policy = policy
 
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from headway.offload import dispatch
 from headway.offload.transport import HostTransport, RingTransport, transport_to
-from headway.runtime.transfers import DeviceCopyStream
+from headway.runtime.transfers import CopyStream
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def second(monkeypatch):
 
 
 def test_a_device_without_an_index_is_the_current_one(second):
-    lane = DeviceCopyStream(torch.device("cuda"))
+    lane = CopyStream(torch.device("cuda"))
     assert lane.device == torch.device("cuda", 1)
     lane.bind()
     assert second == [torch.device("cuda", 1)]
-    assert DeviceCopyStream(torch.device("cuda", 0)).device == torch.device("cuda", 0)
+    assert CopyStream(torch.device("cuda", 0)).device == torch.device("cuda", 0)
 
 
 def test_offloading_runs_on_the_device_of_this_process(second):

@@ -8,7 +8,7 @@ from headway import Accelerator
 from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
-from headway.precision.base import FullPrecision
+from headway.precision.base import Precision
 from headway.strategies.base import Capabilities, SingleStrategy
 from headway.strategies.ddp import _named
 
@@ -39,9 +39,9 @@ def test_transforms_come_first_and_in_order(strategy: SingleStrategy) -> None:
 def test_backward_seeds_the_gradient_with_the_factor(strategy: SingleStrategy) -> None:
     x = torch.tensor(3.0, requires_grad=True)
     for factor in (0.5, 2.0, 0.5):
-        strategy.backward(x * x, factor, FullPrecision())
+        strategy.backward(x * x, factor, Precision())
     assert x.grad.item() == 6 * (0.5 + 2.0 + 0.5)
-    strategy.backward((x * x).reshape(1), 1.0, FullPrecision())
+    strategy.backward((x * x).reshape(1), 1.0, Precision())
     assert x.grad.item() == 24
     strategy.release()
     assert not strategy._seeds
@@ -50,7 +50,7 @@ def test_backward_seeds_the_gradient_with_the_factor(strategy: SingleStrategy) -
 def test_many_factors_are_not_all_kept(strategy: SingleStrategy) -> None:
     x = torch.tensor(1.0, requires_grad=True)
     for number in range(200):
-        strategy.backward(x * 1, float(number), FullPrecision())
+        strategy.backward(x * 1, float(number), Precision())
     assert x.grad.item() == sum(range(200))
     assert len(strategy._seeds) <= 66
 
