@@ -27,14 +27,7 @@ from headway.cli.options import (
     underscored,
 )
 from headway.common import env
-from headway.compat.accelerate.launching.layout_words import (
-    DEEPSPEED_KEYS,
-    FSDP_KEYS,
-    SIZE_KEYS,
-    read_deepspeed,
-    read_fsdp,
-    read_size,
-)
+from headway.compat.accelerate.launching import layout_words
 from headway.config.launch import SETTINGS
 from headway.config.layout_request import LayoutRequest
 from headway.config.load import COMMAND_LINE, Resolved, Value, environment_layer, resolve
@@ -136,9 +129,9 @@ _ONLY_OF_PLUGINS = tuple(
     """.split()  # noqa: SIM905
 )
 _VALUES = (
-    *(f"fsdp_{key}" for key in FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
-    *(f"parallelism_config_{key}" for key in SIZE_KEYS),
-    *DEEPSPEED_KEYS,
+    *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
+    *(f"parallelism_config_{key}" for key in layout_words.SIZE_KEYS),
+    *layout_words.DEEPSPEED_KEYS,
 )
 
 
@@ -172,12 +165,12 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
             read.use_shards("--use_fsdp")
         elif name == "use_deepspeed":
             read.use_deepspeed("--use_deepspeed")
-        elif name in DEEPSPEED_KEYS:
-            read_deepspeed(read, name, value, f"--{name}")
+        elif name in layout_words.DEEPSPEED_KEYS:
+            layout_words.read_deepspeed(read, name, value, f"--{name}")
         elif name.startswith("fsdp_"):
-            read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
+            layout_words.read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
         elif name != "use_parallelism_config":
-            read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
+            layout_words.read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
     for key, reason in read.refused.items():
         raise ConfigError(f"{key}: {reason}")
     layer = {name: Value(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from headway.common.callsite import call_site
 from headway.config.launch import MODES, DynamoBackend
@@ -292,19 +292,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
     Raises:
         ConfigError: an object that is not a handler, or two of one kind.
     """
-    kinds: dict[str, type] = {
-        "ddp": DistributedDataParallelKwargs,
-        "autocast": AutocastKwargs,
-        "scaler": GradScalerKwargs,
-        "process_group": InitProcessGroupKwargs,
-        "profile": ProfileKwargs,
-        "checkpointing": ActivationCheckpointing,
-        "sharding": ShardingOptions,
-        "tensor": TensorParallelOptions,
-        "pipeline": PipelineOptions,
-        "context": TorchContextParallelConfig,
-        "float8": Float8Options,
-    }
+    kinds: dict[str, type] = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(EngineOptions).items()}
     chosen: dict[str, Any] = {}
     for given in handlers or []:
         handler = given.options if isinstance(given, AORecipeKwargs) else given

@@ -16,19 +16,10 @@ from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.checkpoint.loading.files import TargetLayout, read_state, verify
 from headway.checkpoint.loading.reading import verify_share
+from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.lock import Locks
 from headway.checkpoint.saving.replica import hand_on
 from headway.checkpoint.saving.snapshot import HostCopies
-from headway.checkpoint.saving.writer import (
-    BackgroundSave,
-    DiskShare,
-    SaveJob,
-    SavePolicy,
-    abandon,
-    announce,
-    begin,
-    write,
-)
 from headway.checkpoint.state import ROWS, CollectedState, in_pieces
 from headway.common import scope
 from headway.errors import CheckpointError
@@ -56,10 +47,10 @@ class Saver:
         self._runtime = runtime
         self._collectives = collectives
         self._snapshot = HostCopies()
-        self._background = BackgroundSave()
-        self._pending: SaveJob | None = None
+        self._background = writer.BackgroundSave()
+        self._pending: writer.SaveJob | None = None
         self._verified: tuple[Path, str] | None = None
-        self._alone = BackgroundSave()
+        self._alone = writer.BackgroundSave()
 
     # ---------------------------------------------------------------- save
 
@@ -110,7 +101,7 @@ class Saver:
         final: Path,
         collected: CollectedState,
         about: Mapping[str, Any],
-        policy: SavePolicy,
+        policy: writer.SavePolicy,
         fill: Callable[[Path], None] | None = None,
         seal: Callable[[], None] | None = None,
     ) -> None:
@@ -132,19 +123,19 @@ class Saver:
         nonce = secrets.token_hex(8)
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
-        share = DiskShare() if is_alone else self._find_share(final, nonce)
+        share = writer.DiskShare() if is_alone else self._find_share(final, nonce)
         if share.is_own_disk:
             _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
-        job = SaveJob(final, nonce, share, collected, about, policy, self._source)
+        job = writer.SaveJob(final, nonce, share, collected, about, policy, self._source)
         try:
             self._save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while other ranks are waited for
-            abandon(job)
+            writer.abandon(job)
             raise
 
-    def _save(self, job: SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
-        self._together(partial(begin, job), job)
+    def _save(self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+        self._together(partial(writer.begin, job), job)
         if fill is not None:
             self._together(partial(fill, job.staging), job)
 
@@ -154,9 +145,9 @@ class Saver:
             return in_pieces(job.content)
 
         job = replace(job, content=self._together(complete, job))
-        self._together(partial(announce, job), job)
+        self._together(partial(writer.announce, job), job)
         if job.policy.is_blocking:
-            self._together(partial(write, job), job)
+            self._together(partial(writer.write, job), job)
             if not job.policy.is_alone:
                 self._after(job)
             return
@@ -187,11 +178,11 @@ class Saver:
         )
         return chosen
 
-    def _find_share(self, final: Path, nonce: str) -> DiskShare:
+    def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
-            return DiskShare(runtime.rank, world, runtime.rank == 0)
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         mark = final.parent / f".{nonce}"
         if runtime.rank == 0:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -202,13 +193,13 @@ class Saver:
         if runtime.rank == 0:
             mark.unlink(missing_ok=True)
         if all(row[0] for row in rows):
-            return DiskShare(runtime.rank, world, runtime.rank == 0)
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         # The same parts on every machine, so that their manifests are the same.
         num_parts = int(min(row[1] for row in rows))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
-        return DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
+        return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _together(self, act: Callable[[], _T], job: SaveJob) -> _T:
+    def _together(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
         """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
         result: _T | None = None
         failure: str | None = None
@@ -221,13 +212,13 @@ class Saver:
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
-            abandon(job)
+            writer.abandon(job)
             raise CheckpointError(
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
         return cast(_T, result)
 
-    def _after(self, job: SaveJob) -> None:
+    def _after(self, job: writer.SaveJob) -> None:
         """On own disks: all machines must hold the same, and only then the old ones go."""
         if self._collectives.world_size == self._runtime.local_world_size:
             return
@@ -379,7 +370,7 @@ def _leave_rows_out(collected: CollectedState) -> None:
         )
 
 
-def _check_spread(collected: CollectedState, share: DiskShare, is_alone: bool) -> None:
+def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
     """Refuse what cannot hold sharded state.
 
     Raises:
