@@ -144,15 +144,11 @@ def _decided(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
     decided: dict[str, Any] = {
         name: from_text(SETTINGS[name], answer, "your answer")
         for name, answer in answers.items()
-        if name in SETTINGS and not _is_default(name, answer)
+        if name in SETTINGS and (name, answer) not in (("num_machines", "1"), ("gradient_accumulation_steps", "1"))
     }
     if has_accelerator and answers.get("devices") == NONE:
         decided["cpu"] = True
     return LaunchConfig(**decided)
-
-
-def _is_default(name: str, answer: str) -> bool:
-    return (name, answer) in (("num_machines", "1"), ("gradient_accumulation_steps", "1"))
 
 
 def _path(config_file: str | None) -> Path:

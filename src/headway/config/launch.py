@@ -15,6 +15,8 @@ from headway.common import env
 from headway.config import mesh
 from headway.config.layout_request import ROTATIONS
 
+# ruff: noqa: RUF009
+
 
 class Spelled(str, Enum):
     """Members are their text: `DistributedType.NO == "NO"`, and printing one gives that text."""
@@ -31,25 +33,23 @@ class Spelled(str, Enum):
 class DynamoBackend(Spelled):
     """torch.compile's backends, by Accelerate's names."""
 
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
-
-
-# ruff: noqa: RUF009
+    NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER, NVPRIMS_NVFUSER = (
+        "NO",
+        "EAGER",
+        "AOT_EAGER",
+        "INDUCTOR",
+        "AOT_TS_NVFUSER",
+        "NVPRIMS_NVFUSER",
+    )
+    CUDAGRAPHS, OFI, FX2TRT, ONNXRT, TENSORRT, AOT_TORCHXLA_TRACE_ONCE = (
+        "CUDAGRAPHS",
+        "OFI",
+        "FX2TRT",
+        "ONNXRT",
+        "TENSORRT",
+        "AOT_TORCHXLA_TRACE_ONCE",
+    )
+    TORCHXLA_TRACE_ONCE, TVM, HPU_BACKEND, NEURON = "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"
 
 
 class Unset(Enum):

@@ -121,7 +121,11 @@ def latest(
     found = []
     for name, recorded in groups.items():
         is_idle = engine == _CPU and _is_idle(status.get(str(recorded[-1]["pg_id"]), {}))
-        still_open = [] if is_idle else [entry for entry in recorded if not _is_complete(entry)]
+        still_open = (
+            []
+            if is_idle
+            else [entry for entry in recorded if not entry.get("retired") and entry.get("state") != "completed"]
+        )
         entry = still_open[0] if still_open else recorded[-1]
         entered = now - (time.time() - entry["time_created_ns"] / 1e9)
         found.append(
@@ -134,10 +138,6 @@ def latest(
             }
         )
     return found
-
-
-def _is_complete(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def _is_enqueued(entry: dict[str, Any], status: dict[str, Any]) -> bool:

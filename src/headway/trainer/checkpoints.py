@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -230,11 +230,6 @@ def remove_marker(output_dir: str | Path, training: int) -> None:
         (Path(output_dir) / FILE).unlink(missing_ok=True)
 
 
-def choose_marker(marks: Sequence[PreemptionMarker | None]) -> PreemptionMarker | None:
-    """The mark that all ranks go by, of what each finds on its disk: the first one found."""
-    return next((mark for mark in marks if mark is not None), None)
-
-
 class Continuation:
     """Where one training begins, and what it leaves for the next start of the same command.
 
@@ -262,7 +257,7 @@ class Continuation:
             CheckpointError: the checkpoint is damaged, or does not fit.
         """
         asked = self._asked
-        mark = choose_marker(accelerator.collectives.gather_objects(read_marker(self._folder)))
+        mark = next(filter(None, accelerator.collectives.gather_objects(read_marker(self._folder))), None)
         if mark is not None and mark.is_meant(self.training, asked):
             self._resume_preempted(accelerator, mark)
             return

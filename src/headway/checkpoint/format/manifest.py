@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headway.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, read_count
 from headway.checkpoint.format.chunks import TensorChunk as Chunk
@@ -41,6 +41,8 @@ from headway.checkpoint.format.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.format.foreign import explain
 from headway.common.untrusted import UNREADABLE, read_regular
 from headway.errors import CheckpointError
+
+T = TypeVar("T")
 
 FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
 ALGORITHM = "xxh3_128"
@@ -410,17 +412,16 @@ class TypedReader:
 
     def text(self) -> str:
         """Text."""
-        value = self.value
-        if not isinstance(value, str):
-            self.refuse("text")
-        return value
+        return self._of(str, "text")
 
     def flag(self) -> bool:
         """True or False."""
-        value = self.value
-        if not isinstance(value, bool):
-            self.refuse("true or false")
-        return value
+        return self._of(bool, "true or false")
+
+    def _of(self, kind: type[T], wanted: str) -> T:
+        if not isinstance(self.value, kind):
+            self.refuse(wanted)
+        return self.value
 
     @property
     def is_none(self) -> bool:
@@ -445,10 +446,7 @@ class TypedReader:
 
     def mapping(self) -> dict[Any, Any]:
         """A dict of any keys."""
-        value = self.value
-        if not isinstance(value, dict):
-            self.refuse("a dict")
-        return value
+        return self._of(dict, "a dict")
 
     def __getitem__(self, name: str) -> "TypedReader":
         """What must stand under that name."""
@@ -459,9 +457,7 @@ class TypedReader:
 
     def get(self, name: str) -> "TypedReader | None":
         """What stands under that name; None where nothing does."""
-        value = self.value
-        if not isinstance(value, dict):
-            self.refuse("a table of names")
+        value = self._of(dict, "a table of names")
         return TypedReader(value[name], f"{self._where}.{name}") if name in value else None
 
     def given(self, *names: str) -> "Iterator[TypedReader]":

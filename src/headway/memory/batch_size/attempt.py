@@ -80,7 +80,9 @@ class GroupAborter:
     def _run(self) -> None:
         try:
             while not self._over.wait(_LOOK):
-                if self._is_announced():
+                # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
+                is_joined = process.has_control_link() and process.waits_for_peers()
+                if is_joined and control.current().has(self._key):
                     self._is_heard.set()
                     self._meet(control.current())
                     process.abort_group()
@@ -89,10 +91,6 @@ class GroupAborter:
             log.debug("no longer listening for failed attempts: %s", error)
         finally:
             self._is_done.set()
-
-    def _is_announced(self) -> bool:
-        # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
-        return process.has_control_link() and process.waits_for_peers() and control.current().has(self._key)
 
     def _meet(self, plane: control.Control) -> None:
         ready, deadline = f"{self._key}/ready", time.monotonic() + _MEETING
