@@ -19,7 +19,7 @@ from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked
-from headway.training.activation_checkpointing import checkpoint_activations
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 FOLDER = Path(__file__).parent
 BATCH = 8

@@ -32,7 +32,7 @@ _BY_PLACE = {
     "headway.forecasting.solve": "LongestSequence",
     "headway.launch.notebook": "debug_launcher notebook_launcher",
     "headway.log": "get_logger",
-    "headway.memory.batch_size.find": "find_executable_batch_size",
+    "headway.memory.batch_size": "find_executable_batch_size",
     "headway.memory.monitor": "MemoryMonitor",
     "headway.memory.oom": "clear_device_cache is_out_of_memory release_memory",
     "headway.memory.report": "memory_report",
@@ -69,7 +69,7 @@ _BY_PLACE = {
     "headway.trainer.results": "EvalPrediction",
     "headway.trainer.trainer": "Trainer",
     "headway.training.checks.finite": "NonFinitePolicy",
-    "headway.training.compiling": "compile_regions",
+    "headway.training.transforms.compiling": "compile_regions",
     "headway.training.local_sgd": "LocalSGD",
 }
 _PLACES = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
@@ -212,8 +212,8 @@ if TYPE_CHECKING:
     from headway.trainer.results import EvalPrediction as EvalPrediction
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
-    from headway.training.compiling import compile_regions as compile_regions
     from headway.training.local_sgd import LocalSGD as LocalSGD
+    from headway.training.transforms.compiling import compile_regions as compile_regions
 
 
 def __getattr__(name: str) -> Any:

@@ -80,9 +80,9 @@ from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.prepare import Preparation
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
-from headway.training.profile import profiling
 from headway.training.run import AcceleratorRun
 from headway.training.step import MicroBatch, TrainingStep, WholeStep
+from headway.training.throughput import profiling
 from headway.training.whole_weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
@@ -92,15 +92,16 @@ if TYPE_CHECKING:
     from headway.forecasting.answer import Forecast
     from headway.forecasting.tracing.step import Loss, MakeOptimizer
     from headway.memory import report as memory_report
-    from headway.training import activation_checkpointing as recompute
-    from headway.training import compiling, throughput
     from headway.training import forecast as forecasts
+    from headway.training import throughput
     from headway.training.checks import finite
     from headway.training.replay import step as replay
+    from headway.training.transforms import activation_checkpointing as recompute
+    from headway.training.transforms import compiling
 else:
-    compiling = Later("headway.training.compiling")
+    compiling = Later("headway.training.transforms.compiling")
     memory_report = Later("headway.memory.report")
-    recompute = Later("headway.training.activation_checkpointing")
+    recompute = Later("headway.training.transforms.activation_checkpointing")
     replay = Later("headway.training.replay.step")
     throughput = Later("headway.training.throughput")
     finite = Later("headway.training.checks.finite")

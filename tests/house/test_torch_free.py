@@ -84,9 +84,9 @@ BUDGET = {"xxhash"}
 """Packages beside torch, its own and Python's that come with the Accelerator: only to be made smaller."""
 
 ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "tracking.feed", "tracking.runlog",
-          "tracking.progress", "tracking.report", "training.replay", "training.activation_checkpointing", "training.throughput",
-          "training.checks.finite", "offload.dispatch", "cli", "launch.agent", "launch.plan", "launch.watch.machine",
-          "launch.watch.judge", "launch.watch.views", "memory.batch_size.search", "trainer")  # fmt: skip
+          "tracking.progress", "tracking.report", "training.replay", "training.throughput",
+          "training.transforms.activation_checkpointing", "training.checks.finite", "offload.dispatch", "cli", "launch.agent", "launch.plan", "launch.watch.machine",
+          "launch.watch.judge", "launch.watch.views", "memory.batch_size_search", "trainer")  # fmt: skip
 """Parts of Headway that one process without further wishes has no use for."""
 
 

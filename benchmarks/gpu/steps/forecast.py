@@ -19,7 +19,7 @@ from headway.forecasting.device.devices import find, named
 from headway.forecasting.tracing.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
-from headway.training.activation_checkpointing import checkpoint_activations
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 WITHIN = 0.05
 LARGEST = 0

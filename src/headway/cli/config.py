@@ -162,7 +162,7 @@ def _interactive(config_file: str | None) -> None:
             "`headway config` asks questions and needs a terminal; "
             "without one, `headway config default` writes a file that you can edit"
         )
-    from headway.launch.machine import machine
+    from headway.launch import machine
 
     questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
 

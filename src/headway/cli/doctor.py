@@ -28,7 +28,7 @@ _EPILOG = examples(
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
     from headway.cli.checks import doctor
-    from headway.launch.machine import clusters
+    from headway.launch import clusters
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
@@ -58,7 +58,7 @@ def _run(resolved: Resolved) -> Any:
 
 
 def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
-    from headway.launch.machine import machine
+    from headway.launch import machine
 
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True

@@ -251,8 +251,7 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import plan, run
-    from headway.launch.machine import clusters, machine, network
+    from headway.launch import clusters, machine, network, plan, run
     from headway.launch.plan import Program
 
     environment = env.snapshot()

@@ -13,8 +13,8 @@ from headway.config.load import Resolved, payload
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import spread, stand_in
-from headway.launch.machine.clusters import Cluster, ClusterTask, check_agreement
-from headway.launch.machine.machine import VISIBLE, Machine
+from headway.launch.clusters import Cluster, ClusterTask, check_agreement
+from headway.launch.machine import VISIBLE, Machine
 
 # Set by launchers for the processes they start; nobody else should set them.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -30,7 +30,7 @@ from headway.common.text import listed
 from headway.config.engines import DDPCommunicationHookType as Hook
 from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import HeadwayError, StateError, UnsupportedError
-from headway.memory.batch_size import attempt
+from headway.memory import attempt
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives

@@ -13,7 +13,7 @@ from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
 from headway.log import get_logger
-from headway.memory.batch_size.find import find_executable_batch_size
+from headway.memory.batch_size import find_executable_batch_size
 from headway.memory.free import free_address_space
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.checkpoints import next_number

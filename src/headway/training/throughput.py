@@ -14,17 +14,21 @@ Peak FLOP/s of a device: what its maker states for dense matrix products, or wha
 What makers state is in `forecasting/device/rates.py`. A kind that is not in the table, such as any CPU, is measured: the fastest of
 several products of square matrices, which is a lower bound of its peak. Shares of it are comparable on one machine only, and
 `Peak.source` says so.
+
+torch's profiler around a block, with a trace and a table per rank.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from headway.config.engines import ProfileKwargs
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.errors import ConfigError
 from headway.forecasting.device.rates import DATA_SHEETS
@@ -402,3 +406,56 @@ class Throughput:
     def stragglers(self) -> dict[int, str]:
         """{rank: in what it is slower than the others}, of what ranks told last."""
         return self._paces.stragglers(self.factor)
+
+
+_NUM_ROWS = 50
+
+
+@contextmanager
+def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
+    """Profile the block; the trace is written also where the block raises.
+
+    Raises:
+        ConfigError: an unknown activity.
+    """
+    known = _activities()
+    unknown = set(options.activities or ()) - set(known)
+    if unknown:
+        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(known)}")
+    profiler = torch.profiler.profile(
+        activities=[known[name] for name in options.activities] if options.activities else None,
+        schedule=torch.profiler.schedule(**options.schedule_option) if options.schedule_option else None,
+        on_trace_ready=options.on_trace_ready,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
+        with_flops=options.with_flops,
+        with_modules=options.with_modules,
+    )
+    try:
+        with profiler:
+            yield profiler
+    finally:
+        if options.output_trace_dir is not None:
+            folder = Path(options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            _export(profiler, folder / f"profile_{rank}.json")
+
+
+def _activities() -> dict[str, torch.profiler.ProfilerActivity]:
+    """torch's activities by the kind of device; a vendor's own goes by the name that its package registered."""
+    activities = torch.profiler.ProfilerActivity
+    known = {name.lower(): activity for name, activity in activities.__members__.items()}
+    return {**known, torch._C._get_privateuse1_backend_name(): activities.PrivateUse1}
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    try:
+        profiler.export_chrome_trace(str(path))
+        averages = profiler.key_averages()
+        on_device = any(average.self_device_time_total for average in averages)
+        order = "self_cuda_time_total" if on_device else "self_cpu_time_total"  # "cuda" stands for any device
+        path.with_suffix(".txt").write_text(averages.table(sort_by=order, row_limit=_NUM_ROWS))
+    except (AssertionError, RuntimeError) as error:
+        # The block ended before the schedule recorded anything; its own error, if any, must stay the one seen.
+        log.warning("no profile in %s: nothing was recorded (%s)", path, error, main_process_only=False)

@@ -13,8 +13,7 @@ import torch
 
 from headway.errors import CheckpointError, ConfigError
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.conditional_calls import RankConditionalCallCheck
-from headway.runtime.control_plane.attendance import Attendance
+from headway.runtime.control_plane.attendance import Attendance, RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.weights.export import order_of, save_pickled, save_weights, untied

@@ -6,8 +6,7 @@ import pytest
 
 from headway.cli import main
 from headway.config.mesh import Layout
-from headway.launch import run
-from headway.launch.machine import machine
+from headway.launch import machine, run
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 
 from headway.checkpoint.format.chunks import TensorChunk, meeting, overlapping
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
-from headway.checkpoint.format.shards import view_of
+from headway.checkpoint.format.tensors import view_of
 from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
 from headway.checkpoint.optimizers import parameter_keys

@@ -25,7 +25,7 @@ import torch
 from headway.checkpoint import folders
 from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
 from headway.checkpoint.format.manifest import VERSION, VERSION_WITH_GRIDS, Manifest, TensorEntry, WrittenFile
-from headway.checkpoint.format.shards import describe, prove_shard, write_shard
+from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
 from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.common.text import format_bytes
-from headway.launch.machine import machine, network
+from headway.launch import machine, network
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096

@@ -35,8 +35,8 @@ from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
 from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.agent.records import PreemptedRun, find_preempted
-from headway.launch.machine.machine import MemoryWatch
-from headway.launch.machine.network import own_address, wait_for_name
+from headway.launch.machine import MemoryWatch
+from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.machine import GRACE as HANG_GRACE
 from headway.launch.watch.machine import HangWatch, Worker

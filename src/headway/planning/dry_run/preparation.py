@@ -17,8 +17,8 @@ from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.strategies.build import build_strategy
-from headway.training.activation_checkpointing import checkpoint_activations
 from headway.training.prepared.model import attach
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """DeepSpeed's settings as requested: its JSON from any source, and Accelerate's plugin. Torch-free.
 
-`headway.strategies.deepspeed.keys` fills in what the JSON leaves to the run, and accounts for every key.
+`headway.strategies.deepspeed.config` fills in what the JSON leaves to the run, and accounts for every key.
 
 Accelerate's stand-ins for an optimizer and a schedule that DeepSpeed's JSON defines. Torch-free.
 """

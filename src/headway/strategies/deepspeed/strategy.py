@@ -22,9 +22,8 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.strategies.deepspeed.config import DeepSpeedConfigReport, Facts, StandIns, complete_config, known_keys
 from headway.strategies.deepspeed.engine import ZeroEngine, quieten
-from headway.strategies.deepspeed.from_json import StandIns
-from headway.strategies.deepspeed.keys import DeepSpeedConfigReport, Facts, complete_config, known_keys
 from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, ZeroState, takes_cpu_adam
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 

@@ -19,7 +19,7 @@ from headway.common.optional import Later
 from headway.errors import LossError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_dtensor, places, slices
 

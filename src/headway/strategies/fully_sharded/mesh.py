@@ -27,16 +27,15 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import comm_hooks, dtensors, formats, values
+from headway.strategies.fully_sharded import dtensors, formats, fsdp_state, values
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.replaced import ReplacedParameters, ShardedModels
 from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
+from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -134,7 +133,7 @@ class MeshStrategy(Strategy):
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._prepared: list[ShardedModel] = []
         self._replaced = ReplacedParameters(lambda: self._models)
-        self._comm_hooks = comm_hooks.CommHooks(collectives)
+        self._comm_hooks = fsdp_state.CommHooks(collectives)
         self._num_steps = 0
         self._has_left = False
         collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
@@ -383,11 +382,11 @@ class MeshStrategy(Strategy):
 
     def members(self, step: Step) -> Sequence[int]:
         """Those along the axis of a unit, or of the group."""
-        return self._comm_hooks.members(step) if step[0] == comm_hooks.PLACE else super().members(step)
+        return self._comm_hooks.members(step) if step[0] == fsdp_state.PLACE else super().members(step)
 
     def stand_in(self, step: Step) -> None:
         """With this rank's parts, and gradients of zero."""
-        if step[0] == comm_hooks.PLACE:
+        if step[0] == fsdp_state.PLACE:
             self._comm_hooks.stand_in(step)
         else:
             super().stand_in(step)

@@ -21,10 +21,9 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
-from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.fully_sharded import dtensors
-from headway.strategies.fully_sharded.replaced import ReplacedParameters, ShardedModels
+from headway.strategies.parts import ReplacedParameters, ShardedModels, left
 from headway.strategies.pipeline.plain_calls import PlainCalls
 from headway.strategies.pipeline.runner import PipelineRunner
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed

@@ -23,11 +23,10 @@ from headway.runtime.collectives.checked import Collectives
 from headway.strategies.blocks import holders_of
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.rng import SplitRNG
-from headway.strategies.tensor import calls, plans, sequence, styles
+from headway.strategies.tensor import calls, plans, styles
 from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
 from headway.strategies.tensor.crossings import SplitAxis, cut
-from headway.strategies.tensor.plans import AdaptedCall, ModelSplit
-from headway.strategies.tensor.sequence import SequenceRegion
+from headway.strategies.tensor.plans import AdaptedCall, ModelSplit, SequenceRegion
 from headway.strategies.tensor.styles import SplitModule
 from headway.weights.pieces import is_dtensor
 
@@ -126,7 +125,7 @@ class TensorParallel:
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         calls.check(model, cuts, self.axis.size, options)
-        stack = sequence.arrange(model, cuts) if options.sequence_parallel else SequenceRegion([])
+        stack = plans.arrange(model, cuts) if options.sequence_parallel else SequenceRegion([])
         head = _find_head(model, cuts) if options.loss_parallel else None
         where = _dimensions(model, cuts, self.axis)
         if is_sharded:

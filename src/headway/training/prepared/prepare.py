@@ -16,10 +16,10 @@ from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
-from headway.memory.batch_size import attempt
+from headway.memory import attempt
 from headway.offload.spread import spread_over
 from headway.runtime.collectives.ranks import share_streams, synchronize_rng_states
-from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.runtime.transfers import move

@@ -6,7 +6,7 @@ import pytest
 
 from headway.cli.checks import doctor
 from headway.cli.checks.doctor import CheckedRun
-from headway.launch.machine import network
+from headway.launch import network
 
 
 def told(findings):

@@ -12,7 +12,7 @@ from torch import nn
 
 from headway.config.parallelism import STYLES, TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.tensor import calls, plans, sequence, styles
+from headway.strategies.tensor import calls, plans, styles
 from headway.strategies.tensor.crossings import SplitAxis
 from headway.strategies.tensor.tensor_parallel import _dimensions, _find_head
 from tests.distributed.cut_models import GPT, GPT_PLAN
@@ -25,7 +25,7 @@ def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.Mo
     cuts = plans.read(model, AXIS, options)
     calls.check(model, cuts, AXIS.size, options)
     if options.sequence_parallel:
-        sequence.arrange(model, cuts)
+        plans.arrange(model, cuts)
     _dimensions(model, cuts, AXIS)
     return cuts
 

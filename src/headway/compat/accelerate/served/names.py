@@ -10,7 +10,7 @@ from typing import Any
 from headway.compat.accelerate.served.only_there import PLACES
 
 _BY_PLACE = {
-    "headway.training.compiling": "has_compiled_regions is_compiled_module",
+    "headway.training.transforms.compiling": "has_compiled_regions is_compiled_module",
     "headway.config.engines": "TorchDynamoPlugin",
     "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig",
     "headway.config.layout_request": "TorchContextParallelConfig",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headway
 from headway import Accelerator, ActivationCheckpointing, TorchDynamoPlugin, compile_regions
-from headway.training.compiling import has_compiled_regions, is_compiled_module
+from headway.training.transforms.compiling import has_compiled_regions, is_compiled_module
 
 pytestmark = pytest.mark.slow  # the compiler takes seconds for each model
 
@@ -357,7 +357,7 @@ def test_inductor_as_torch_compiles_by_itself():
 def test_nothing_of_the_compiler_is_imported_where_nothing_is_compiled():
     code = (
         "import sys, torch; from headway import Accelerator; a = Accelerator(cpu=True); a.prepare(torch.nn.Linear(1, 1)); "
-        "assert 'headway.training.compiling' not in sys.modules; assert 'torch._inductor' not in sys.modules"
+        "assert 'headway.training.transforms.compiling' not in sys.modules; assert 'torch._inductor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert headway.compile_regions is compile_regions

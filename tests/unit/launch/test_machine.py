@@ -2,8 +2,8 @@
 
 import pytest
 
-from headway.launch.machine import machine
-from headway.launch.machine.machine import look, num_cores, visible_ids
+from headway.launch import machine
+from headway.launch.machine import look, num_cores, visible_ids
 
 
 @pytest.fixture

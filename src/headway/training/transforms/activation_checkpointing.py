@@ -19,8 +19,8 @@ from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost
-from headway.training.activation_offload import offloading
 from headway.training.prepared.model import reduce_to_bare
+from headway.training.transforms.activation_offload import offloading
 
 log = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from headway.launch.machine import machine
+from headway.launch import machine
 
 
 def package(folder, text):

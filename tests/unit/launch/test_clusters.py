@@ -7,8 +7,8 @@ import pytest
 
 from headway.config.load import Value, resolve
 from headway.errors import ConfigError
-from headway.launch.machine.clusters import ClusterTask, check_agreement, detect, first_host
-from headway.launch.machine.machine import Machine
+from headway.launch.clusters import ClusterTask, check_agreement, detect, first_host
+from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, Program, commands_per_machine, make
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")

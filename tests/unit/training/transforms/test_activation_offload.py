@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from headway.common import scope
-from headway.training import activation_offload
-from headway.training.activation_checkpointing import _block_of
-from headway.training.activation_offload import offloading
+from headway.training.transforms import activation_offload
+from headway.training.transforms.activation_checkpointing import _block_of
+from headway.training.transforms.activation_offload import offloading
 
 
 class Lane:

@@ -7,7 +7,7 @@ import torch
 
 from headway import Accelerator, TorchDynamoPlugin
 from headway.errors import ConfigError, OptionalDependencyMissing
-from headway.training import compiling
+from headway.training.transforms import compiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.launch.machine.machine import control_groups
+from headway.launch.machine import control_groups
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any, Literal, overload
 
 from headway.errors import BatchSizeError, CallError, ConfigError
 from headway.log import get_logger
-from headway.memory.batch_size.attempt import Attempt, Outcome, is_several
-from headway.memory.batch_size.search import (
+from headway.memory.attempt import Attempt, Outcome, is_several
+from headway.memory.batch_size_search import (
     LARGEST,
     BatchSizeSearch,
     FirstThatFits,

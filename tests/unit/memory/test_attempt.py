@@ -3,7 +3,7 @@
 import threading
 import time
 
-from headway.memory.batch_size.attempt import GroupAborter
+from headway.memory.attempt import GroupAborter
 from headway.runtime import process
 from headway.runtime.control_plane import control
 

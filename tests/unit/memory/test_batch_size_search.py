@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.memory.batch_size.search import FirstThatFits, LargestSize, divisors
+from headway.memory.batch_size_search import FirstThatFits, LargestSize, divisors
 
 
 def run(search, largest):
