@@ -74,7 +74,7 @@ _BY_PLACE = {
 }
 _PLACES = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
 
-__all__ = ["__version__", *_PLACES]
+__all__ = ["__version__", *sorted(_PLACES)]
 
 if TYPE_CHECKING:
     from headway import errors as errors

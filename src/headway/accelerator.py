@@ -72,7 +72,7 @@ from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.checks.bypass import build_bypass_detector
 from headway.training.checks.first_window import RowCountCheck
 from headway.training.checks.replicas import ReplicaCheck
-from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepGuard, StepHooks
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
@@ -81,8 +81,7 @@ from headway.training.prepared.prepare import Preparation
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.run import AcceleratorRun
-from headway.training.step import MicroBatch, TrainingStep, WholeStep
-from headway.training.throughput import profiling
+from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
 from headway.training.whole_weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
@@ -1116,7 +1115,7 @@ class Accelerator(RankAware):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""
-        return profiling(profile_handler or self.options.profile, self.runtime.rank)
+        return throughput.profiling(profile_handler or self.options.profile, self.runtime.rank)
 
     @cached_property
     def throughput(self) -> "throughput.Throughput":

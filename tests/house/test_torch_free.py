@@ -83,10 +83,10 @@ def test_the_package_itself(tmp_path):
 BUDGET = {"xxhash"}
 """Packages beside torch, its own and Python's that come with the Accelerator: only to be made smaller."""
 
-ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "tracking.feed", "tracking.runlog",
-          "tracking.progress", "tracking.report", "training.replay", "training.throughput",
-          "training.transforms.activation_checkpointing", "training.checks.finite", "offload.dispatch", "cli", "launch.agent", "launch.plan", "launch.watch.machine",
-          "launch.watch.judge", "launch.watch.views", "memory.batch_size_search", "trainer")  # fmt: skip
+ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "memory.batch_size_search",
+          "tracking.feed", "tracking.runlog", "tracking.progress", "tracking.report", "training.replay", "training.throughput",
+          "training.transforms.activation_checkpointing", "training.checks.finite", "offload.dispatch", "cli", "launch.agent",
+          "launch.plan", "launch.watch.machine", "launch.watch.judge", "launch.watch.views", "trainer")  # fmt: skip
 """Parts of Headway that one process without further wishes has no use for."""
 
 

@@ -1,9 +1,4 @@
-"""Names, bytes and durations as people write and read them, and tables as text.
-
-Names in messages, and tables as text.
-
-Bytes and durations as people write and read them.
-"""
+"""Names, bytes and durations as people write and read them, and tables as text."""
 
 import math
 import re

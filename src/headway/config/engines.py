@@ -1,7 +1,5 @@
 """Options of the engines underneath: DDP, autocast, the fp16 scaler, float8, torch.compile, the process group, the profiler.
 
-Options of the engines underneath: DDP, autocast, fp16 scaler, process group, profiler, activation checkpointing.
-
 The names are those of Accelerate's `kwargs_handlers`; each is a frozen dataclass, and each may be given once.
 
 Options of float8 training (mixed_precision="fp8"), by Headway's names and by Accelerate's. Torch-free.

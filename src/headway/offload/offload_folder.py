@@ -1,12 +1,8 @@
 """Offload folders: Headway's, one safetensors file, and Accelerate's, one raw file a tensor and an index.
 
-The offload folder: one safetensors file with what cannot be used where it lies, and whose it is.
-
-Accelerate's offload folder: one raw `<name>.dat` a tensor and an `index.json`, written and mapped.
-
-`index.json` holds {name: {"dtype": "bfloat16", "shape": [2, 3]}}; an entry may instead point into a safetensors file:
-{"safetensors_file": path, "weight_name": name there, "dtype": ...}. Values are C-contiguous, in the machine's byte order.
-Headway's own folder is one safetensors file (`offload_folder.py`); this one is for folders that others wrote or will read.
+Headway's holds what cannot be used where it lies, and whose it is. Accelerate's `index.json` holds {name: {"dtype": "bfloat16",
+"shape": [2, 3]}}; an entry may instead point into a safetensors file: {"safetensors_file": path, "weight_name": name there,
+"dtype": ...}. Values are C-contiguous, in the machine's byte order.
 """
 
 import json

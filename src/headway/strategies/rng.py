@@ -1,7 +1,5 @@
 """Random numbers in models that are split: each rank uses its own stream where activations differ, and the common one elsewhere.
 
-Random numbers on split activations: each rank uses its own stream, and returns to the common one afterwards.
-
 Ranks of one tensor-parallel group hold the same state, so that dropout on whole activations is alike on all of them. On
 activations that are cut, the same state would give each rank's heads the same mask. There a rank goes on with a stream
 that follows from the common state and its number. It needs no memory: whoever computes again from the same common state

@@ -1,12 +1,8 @@
 """A Trainer's checkpoints: what they hold beside the objects, which one is the best, and where a training begins.
 
-Where a training begins: at the start, from a checkpoint, or where the same command was preempted and has left a mark.
-
-The mark lies beside the checkpoints, `<output_dir>/preempted.json`, from the moment when a run has saved and ends with exit code
-75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job that is preempted and
+A preempted run leaves a mark beside the checkpoints, `<output_dir>/preempted.json`, from the moment when it has saved and
+ends with exit code 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job that is preempted and
 later killed goes on from its newest checkpoint.
-
-What a Trainer's checkpoints hold beside the objects, which one is the best, and how its weights come back.
 """
 
 import json

@@ -1,15 +1,11 @@
-"""Who looks on at a training step: the functions that hear of its moments, and the guard of its numbers.
-
-Who hears of the moments of a training step.
-
-What watches the numbers of a step: the protocol of guards, and what is told of them where nobody asked for a guard.
+"""Who looks on at a training step: the functions that hear of its moments, and what is told where nobody asked for a guard.
 
 Told, not prevented, and so nobody waits: a loss that lies on a device is read an update late. What prevents is `finite.py`.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -166,48 +162,6 @@ class SkippedUpdates:
     def _leave_bars(self) -> None:
         if self._fact in events.facts():
             events.facts().remove(self._fact)
-
-
-class StepGuard:
-    """Watches the numbers of a step. This one prevents nothing.
-
-    Args:
-        notice: is told of losses that are not finite, or may be; None where tensors have no values.
-        skips: counts steps that were not made.
-    """
-
-    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
-        self._notice = notice
-        self._skips = skips
-        self._is_read_late = False
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is run on."""
-        return loss
-
-    def after_backward(self, loss: torch.Tensor) -> None:
-        """It has run; a pipeline computes the loss's value in it."""
-        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
-            self._is_read_late = True
-            self._notice.note(loss)
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
-        return None
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have been."""
-
-    def permits(self) -> bool:
-        """May the closed window's update be made? The same answer on every rank."""
-        if self._notice is not None and self._is_read_late:
-            self._notice.look()
-        return True
-
-    def after_step(self, did_step: bool) -> None:
-        """An optimizer has made its step, or not."""
-        if not did_step:
-            self._skips.note()
 
 
 def _numbers() -> "count[int]":

@@ -10,6 +10,7 @@
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
 from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight
-from headway.training.hooks import StepGuard, StepHooks
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.model_turns import TWO_TURNS, ModelTurns
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
@@ -38,6 +39,48 @@ from headway.training.windows import (
 log = get_logger(__name__)
 
 _AS_IT_COMES = nullcontext()
+
+
+class StepGuard:
+    """Watches the numbers of a step. This one prevents nothing.
+
+    Args:
+        notice: is told of losses that are not finite, or may be; None where tensors have no values.
+        skips: counts steps that were not made.
+    """
+
+    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
+        self._notice = notice
+        self._skips = skips
+        self._is_read_late = False
+
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is run on."""
+        return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """It has run; a pipeline computes the loss's value in it."""
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
+
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
+        return None
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They have been."""
+
+    def permits(self) -> bool:
+        """May the closed window's update be made? The same answer on every rank."""
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
+        return True
+
+    def after_step(self, did_step: bool) -> None:
+        """An optimizer has made its step, or not."""
+        if not did_step:
+            self._skips.note()
 
 
 class TrainingStep(ABC):

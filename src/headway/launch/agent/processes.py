@@ -1,6 +1,6 @@
 """The ranks' processes: their files, what these say of their end, and how they are ended.
 
-Ending processes: the signals that end a launcher, and what ranks leave running when a run ends by a failure. Torch-free.
+Ending processes: the signals that end a launcher, and what ranks leave running when a run ends by a failure.
 
 A signal still ends a launcher whose main thread does not hear it. Each rank leads a session of its own, and what it starts
 (data-loading workers, programs) belongs to it, unless it leaves that on purpose (`setsid`).

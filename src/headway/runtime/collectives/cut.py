@@ -1,9 +1,4 @@
-"""Cutting: a batch into pieces by its rows, and a sequence into exact slices for the processes.
-
-Cutting a batch into pieces by its rows, whatever containers it is made of.
-
-Dealing a sequence out to processes: exact slices, every item on one process.
-"""
+"""Cutting: a batch into pieces by its rows, and a sequence into exact slices for the processes."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy

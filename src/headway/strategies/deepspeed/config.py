@@ -1,6 +1,6 @@
 """DeepSpeed's JSON: every key accounted for, and the optimizer and schedule that it defines made real.
 
-Every key of DeepSpeed's JSON accounted for: filled, added, passed on, contradicting, unknown, or refused by name. Torch-free.
+Every key of DeepSpeed's JSON accounted for: filled, added, passed on, contradicting, unknown, or refused by name.
 
 ::
 

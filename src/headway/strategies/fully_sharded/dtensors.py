@@ -1,7 +1,5 @@
 """Sharded tensors (DTensors): gradients, their norm over all ranks, and single numbers.
 
-Gradients that are sharded across the ranks (DTensors): this rank's shards, and their norm over all ranks in one collective.
-
 One number of a sharded tensor: `item()` of a sum over parts is the whole sum, as it is of a plain tensor.
 
 torch's DTensor takes this rank's term for it, so that a norm summed up by hand (`p.grad.pow(2).sum().item()`) is another wrong

@@ -25,8 +25,9 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
-from headway.training.hooks import SkippedUpdates, StepGuard
+from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
+from headway.training.step import StepGuard
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)

@@ -1,7 +1,5 @@
 """What a batch may change before its update, and the way back: gradients, buffers, random streams, optimizer steps.
 
-What a batch may change before its update is made, and the way back: gradients, buffers, random streams, counters.
-
 Optimizer steps that can be taken back: the first step of an optimizer, while its state comes into being.
 
 Materialising state by a step with zero gradients would not be neutral (weight decay, bias correction, dampening). So the
