@@ -1,8 +1,8 @@
 """A Trainer's checkpoints: what they hold beside the objects, which one is the best, and where a training begins.
 
 A preempted run leaves a mark beside the checkpoints, `<output_dir>/preempted.json`, from the moment when it has saved and
-ends with exit code 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job that is preempted and
-later killed goes on from its newest checkpoint.
+ends with exit code 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job
+that is preempted and later killed goes on from its newest checkpoint.
 """
 
 import json
