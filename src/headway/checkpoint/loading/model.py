@@ -17,7 +17,7 @@ from headway.checkpoint.loading.files import pairs
 from headway.checkpoint.state import CollectedState, is_extra, is_weight
 from headway.errors import CheckpointError
 from headway.weights.pieces import held, is_dtensor
-from headway.weights.shards import bits, raw_bytes
+from headway.weights.shards import bits, is_same, raw_bytes
 
 
 class LoadRollback:
@@ -179,7 +179,7 @@ def _without_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tens
     for dim, (size, stride) in enumerate(zip(own.shape, own.stride())):
         if stride == 0 and size > 1:
             own, first = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-            if not _is_same(first.expand_as(value), value):
+            if not is_same(first.expand_as(value), value):
                 return own, None
             value = first
     return own, value
@@ -190,12 +190,7 @@ def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
     if not own.numel() or own.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(own):
         return True
     like = bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
-    return _is_same(like.copy_(bits(value)), value)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    as_bytes = [bits(each).contiguous().reshape(-1, 1).clone().view(torch.uint8) for each in (one, other)]
-    return torch.equal(*as_bytes)
+    return is_same(like.copy_(bits(value)), value)
 
 
 def casts(own: Mapping[str, Any], found: CollectedState, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
