@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from headway.errors import ConfigError
 
@@ -10,6 +11,12 @@ from headway.errors import ConfigError
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headway.common.optional import require
+from headway.common.text import listed
 from headway.config.engines import EngineOptions, Float8Options
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.log import get_logger
@@ -215,5 +216,4 @@ def _tell(
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(name or "itself" for name in names[:_NUM_NAMES])
-    return shown + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
+    return listed([name or "itself" for name in names], _NUM_NAMES)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
+from headway.common.text import ranges
 from headway.common.traces import plain, shorten_crash
 from headway.errors import PREEMPTED
 from headway.launch.agent.records import RankExit
@@ -75,7 +76,7 @@ class FailureReport:
                 lines.append(shorten_crash(first.crash).rstrip())
         lines += self._others(first)
         if self.finished and first.record is not None and first.record.is_consequence:
-            who = f"rank{'s' if len(self.finished) > 1 else ''} {_ranges(list(self.finished))}"
+            who = f"rank{'s' if len(self.finished) > 1 else ''} {ranges(self.finished)}"
             lines.insert(
                 1,
                 f"headway: {who} had finished the script by then, so the others waited in vain: give all ranks "
@@ -110,7 +111,7 @@ class FailureReport:
         ]
         lines = []
         if alike:
-            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {_ranges(alike)}")
+            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {ranges(alike)}")
         lines += consequences(later, self.world_size, first.rank)
         num_ended = self.world_size - len(alike) - len(self.finished) - 1 - len(later)
         if num_ended > 0:
@@ -249,7 +250,7 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
     for where, ranks in lost.items():
         other = f"rank {first}" if world_size == 2 and first is not None else "the others"
         who, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
-        lines[ranks[0]] = f"headway: {who} {_ranges(ranks)} then lost {its} connection to {other}{where}"
+        lines[ranks[0]] = f"headway: {who} {ranges(ranks)} then lost {its} connection to {other}{where}"
     return [lines[rank] for rank in sorted(lines)]
 
 
@@ -260,17 +261,6 @@ def _is_alike(one: RankExit, other: RankExit) -> bool:
         other.record.kind,
         other.record.line,
     ) and not one.record.is_consequence
-
-
-def _ranges(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2, 5'."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from headway.common.text import format_bytes
+from headway.common.text import format_bytes, listed
 from headway.errors import DeviceMapError
 from headway.log import get_logger
 from headway.offload.placement.budget import (
@@ -74,7 +74,9 @@ def device_of(device_map: Mapping[str, Device], name: str) -> Device:
     """
     entry = next((prefix for prefix in _prefixes(name) if prefix in device_map), None)
     if entry is None:
-        raise DeviceMapError(f"{name!r} has no place in the device map; its entries are {_few(device_map)}")
+        raise DeviceMapError(
+            f"{name!r} has no place in the device map; its entries are {listed([repr(name) for name in device_map], 8)}"
+        )
     return device_map[entry]
 
 
@@ -320,11 +322,6 @@ def _prefixes(name: str) -> list[str]:
     while found[-1]:
         found.append(found[-1].rpartition(".")[0])
     return found
-
-
-def _few(names: Iterable[object], limit: int = 8) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")
 
 
 def _listed(faults: list[str]) -> str:

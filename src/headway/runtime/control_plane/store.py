@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from headway.common import env
 from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.text import listed
 from headway.common.untrusted import parse_json, plain, printable, shown
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
@@ -432,5 +433,4 @@ def roll(world_size: int, missing: Sequence[int], when: str) -> str:
 
 def named(ranks: Sequence[int]) -> str:
     """'rank 3' or 'ranks 1, 3'; a long list is cut."""
-    shown = ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)), 20)}"

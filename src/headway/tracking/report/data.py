@@ -22,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from headway.common.text import listed
 from headway.errors import ConfigError
 from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, leaves, read_run
 
@@ -247,11 +248,8 @@ def find_log(path: Path) -> Path:
     )
 
 
-def _list_names(folder: Path, most: int = 8) -> str:
-    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
-    if not names:
-        return "no files"
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _list_names(folder: Path) -> str:
+    return listed(sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir()), 8) or "no files"
 
 
 def load(paths: Sequence[Path]) -> list[RunData]:
