@@ -231,7 +231,6 @@ class LaunchCommand(GroupedCommand):
 
 
 def _launch(**given: Any) -> None:
-
     ctx = click.get_current_context()
     start(**given, warning=warning(ctx, ctx.meta[_RAW]))
 

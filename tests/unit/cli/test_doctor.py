@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from headway.cli.checks import doctor
-from headway.cli.checks.doctor import CheckedRun
+from headway.cli import doctor
+from headway.cli.doctor import CheckedRun
 from headway.launch import network
 
 
