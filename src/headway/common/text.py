@@ -30,17 +30,12 @@ def columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
     return ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
+_PREFIXES = list(enumerate("kmgt", 1))
 _FACTORS = {
     "": 1,
     "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in _PREFIXES},
+    **{f"{letter}ib": 2 ** (10 * power) for power, letter in _PREFIXES},
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 

@@ -26,17 +26,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "log_level": (None, "passive", "debug", "detail", "info", "warning", "error", "critical"),
     "optim": ("adamw_torch_fused", "adamw_torch", "adam", "nadamw", "radam", "adafactor", "sgd", "adagrad", "rmsprop"),
-    "lr_scheduler_type": (
-        *(
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "cosine_with_min_lr",
-            "polynomial",
-            "constant",
-            "constant_with_warmup",
-        ),
-        *("inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau"),
+    "lr_scheduler_type": tuple(
+        """
+        linear cosine cosine_with_restarts cosine_with_min_lr polynomial constant constant_with_warmup inverse_sqrt
+        warmup_stable_decay reduce_lr_on_plateau
+        """.split()  # noqa: SIM905
     ),
 }
 """The words that an argument may be; `optimizer.py` knows what those of the last two mean."""

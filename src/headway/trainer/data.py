@@ -172,15 +172,11 @@ Collate = Callable[[list[Any]], Batch]
 IGNORED = -100
 _LABELS = ("label", "label_ids", "labels")
 _PADDING = {
-    "attention_mask": 0,
-    "token_type_ids": 0,
     "special_tokens_mask": 1,
-    "labels": IGNORED,
-    "label": IGNORED,
-    "label_ids": IGNORED,
-    "decoder_input_ids": 0,
-    "decoder_attention_mask": 0,
-    "position_ids": 0,
+    **dict.fromkeys(_LABELS, IGNORED),
+    **dict.fromkeys(
+        ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"), 0
+    ),
 }
 
 

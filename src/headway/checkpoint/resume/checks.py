@@ -19,19 +19,8 @@ from headway.errors import CheckpointError
 from headway.runtime.device import Hardware
 from headway.weights.pieces import is_spread
 
-_OF_ONE_SHAPE = {
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-    torch.optim.SGD,
-}
+_SHAPED = "Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD SGD"
+_OF_ONE_SHAPE = {getattr(torch.optim, name) for name in _SHAPED.split()}
 """What these keep of a parameter has its shape, or is one number."""
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (int | float, int | float | torch.Tensor | numpy.generic | None),

@@ -29,21 +29,8 @@ _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min"
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_CARRIED = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
+_CARRIED_NAMES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+_CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
 _BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
