@@ -13,7 +13,7 @@ The sizes that were asked for stay where they fit. Where they do not::
 All ranks that are left take part. `fsdp+tp=2` of 8 ranks is 3 x 2 on 6 and fsdp=7 on 7; `hsdp=2` of 4 is fsdp=3 on 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any
@@ -391,18 +391,24 @@ def _check_typed(text: str, layout: Layout) -> None:
     Raises:
         ConfigError: there is one.
     """
+    for name, what, _ in options_of_others(text, layout):
+        value, origin = run_setting(name, UNSET, None)
+        if value is not None and origin.startswith(COMMAND_LINE):
+            raise ConfigError(
+                f"{name} ({origin}) needs {what}, but the layout is {text}: {layout.describe()}; remove it"
+            )
+
+
+def options_of_others(text: str, layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """(setting, what it needs, how that is asked for) of each that has no meaning in the layout."""
     is_deepspeed = text in mesh.ENGINES
-    for names, fits, what in (
-        (OF_SHARDS, layout.num_shards > 1 and not is_deepspeed, "a layout with shards"),
-        (("cp_comm_strategy",), layout.cp > 1, "context parallelism"),
-        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed"),
+    for names, fits, what, remedy in (
+        (OF_SHARDS, layout.num_shards > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+        (("cp_comm_strategy",), layout.cp > 1, "context parallelism", "--strategy cp"),
+        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
     ):
-        for name in names if layout.num_ranks > 1 and not fits else ():
-            value, origin = run_setting(name, UNSET, None)
-            if value is not None and origin.startswith(COMMAND_LINE):
-                raise ConfigError(
-                    f"{name} ({origin}) needs {what}, but the layout is {text}: {layout.describe()}; remove it"
-                )
+        if layout.num_ranks > 1 and not fits:
+            yield from ((name, what, remedy) for name in names)
 
 
 def _unless_default(options: ShardingOptions, name: str) -> Any:
