@@ -1,4 +1,4 @@
-"""Which layout a run takes, and its options: the Accelerator's arguments, the launcher's settings, and what they mean together.
+"""Which layout a run takes, and its options, by the code and the launch; and after machines were lost.
 
 Code wins over the config file and the environment; code against the command line is an error, as for every setting.
 

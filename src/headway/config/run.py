@@ -1,4 +1,4 @@
-"""Settings of a run that the user's code may give: data loading, accumulation, project folders.
+"""Settings of a run that the user's code may give: data loading, accumulation, project folders, preemption.
 
 What the Accelerator's arguments mean together: windows, loading, project folders, and where they were written.
 

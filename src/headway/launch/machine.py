@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: visible accelerators, CPU cores, the loopback interface.
+"""What this machine has, found without torch: visible accelerators, CPU cores, memory of its control group, the loopback.
 
 Accelerators that a vendor's package adds to torch, found by what is installed; torch is asked in a process of its own.
 

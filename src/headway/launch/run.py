@@ -1,4 +1,4 @@
-"""Carries a plan out: the launcher's process becomes the script, or the agent that keeps several workers.
+"""Looks whether a launch's script can be started, and carries the plan out: the launcher's process becomes script or agent.
 
 Checks that a launch's script or module can be started: before any process starts, and without running it.
 """

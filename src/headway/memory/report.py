@@ -1,4 +1,4 @@
-"""The out-of-memory report: what was asked, what was in use and by what, the largest tensors, and which levers would help.
+"""The out-of-memory report: what was asked, what was in use and by what, and which levers would help, by how much.
 
 It is made while the failed frames are still alive, of plain Python and little memory; a small reserve is let go of first.
 

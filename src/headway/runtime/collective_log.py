@@ -1,4 +1,4 @@
-"""The trail: the exchanges of the batch in hand since its last vote, so that a rank which fell out of them can find back.
+"""Collectives as they were called: the ring of all of them for the hang watch, and the trail of the batch in hand.
 
 Under sharded layouts a forward is full of exchanges. A rank whose memory ran out in one of them cannot know which ones the others
 have still ahead of them; but they do them in the same order as every rank, and each notes its own here before it enters it.

@@ -1,4 +1,4 @@
-"""What a Trainer reads: datasets, their lengths, and the sampler that puts rows of similar length into one batch.
+"""What a Trainer reads: datasets, their lengths, the sampler by length, and how rows become a batch with its labels counted.
 
 From rows to a batch: columns that forward takes, padding, and the count of labels that a loss is a mean over.
 """

@@ -1,4 +1,4 @@
-"""What training, evaluation and prediction return, how a person reads it, and the files that a Trainer writes.
+"""What a Trainer returns and writes: results, how a person reads them, its files, and where logged values go.
 
 Where a Trainer's values go: the history, the callbacks, the run's log with its trackers; and what memory is used.
 """

@@ -1,4 +1,4 @@
-"""Throughput: samples, tokens and FLOPs a second, the share of time spent waiting for data, and ranks that hold up the others.
+"""Throughput: samples, tokens and FLOPs a second, the share of time spent waiting for data; and torch's profiler.
 
 The loader and backward tell the moments; nothing is exchanged between ranks and nothing waits for a device::
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files against its manifest: every byte verified, tensors read by their logical names.
+"""A checkpoint's files against its manifest: verified where this rank uses them, tensors read by their logical names.
 
 Which bytes of a checkpoint a rank uses, so that it can compare just these with what was written.
 

@@ -1,4 +1,4 @@
-"""A model's saved tensors against its own: what does not fit, what is cast, and the values put in.
+"""A model's saved tensors against its own: what does not fit, what is cast, the values put in, and the way back.
 
 The way back from a load that failed half-way: what was changed, last first, and every step of it.
 """

@@ -1,4 +1,4 @@
-"""What is not as it was between a checkpoint and the run that is to go on from it; nothing is changed here.
+"""What is not as it was between a checkpoint and the run that goes on from it, its schedules too; nothing is changed here.
 
 The schedules of a resumed run: do they go on with the learning rates, and count as they did?
 

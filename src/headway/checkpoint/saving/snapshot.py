@@ -1,4 +1,4 @@
-"""What a save behind the loop writes: this rank's part of the state in host memory, which later saves use again.
+"""What a rank writes: its boxes of sharded tensors, and its part in host memory where a save runs behind the loop.
 
 What a rank writes of tensors that are sharded across ranks, and what the manifest says about them.
 

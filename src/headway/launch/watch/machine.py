@@ -1,4 +1,4 @@
-"""The hang watch of one machine: reads its ranks' pulses, judges with those of the other machines, tells who is missing.
+"""The hang watch of one machine, or of one process that no agent watches: reads pulses, judges, tells who is missing.
 
 Torch-free; a thread of the agent. It only reads mapped files and /proc, so a rank need not answer for its place to be known;
 before it speaks it asks the ranks for live stacks by a signal that works in C code too.

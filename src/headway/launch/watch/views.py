@@ -1,4 +1,4 @@
-"""A view of a rank: what its pulse says, in ages, so that views of several machines fit into one table.
+"""A view of a rank, in ages: what its pulse says, and what its stack says of where it is.
 
 What a stack says about its rank: the user's line, a debugger, a data loader, a line that only some ranks reach.
 """

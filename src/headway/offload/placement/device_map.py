@@ -1,4 +1,4 @@
-"""Device maps: which part of a model lies on which device; inferred within budgets, or checked where written by hand.
+"""Device maps: which part of a model lies on which device, inferred or checked; and so where each tensor's home is.
 
 Homes: where each tensor of a model stays by its device map, settled once for loading it and for running it.
 """

@@ -1,4 +1,4 @@
-"""The survey of a model before it is placed: its units in order, tied ones joined, each with the bytes it needs.
+"""The survey of a model before it is placed, and the account of a placement: what lies where, and what is left.
 
 The account of a placement: what lies on each device, what else it needs there, and what is left.
 """

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed steps: a second one of the user's type, over flat partitions of the parameters.
+"""The optimizer that DeepSpeed steps, over flat partitions of the parameters, and its state as pieces for checkpoints.
 
 DeepSpeed puts flat pieces in the place of an optimizer's parameters. The user's own optimizer keeps the model's parameters, so
 that schedules, clipping, checks and checkpoints find what they know; its settings (learning rates, above all) go to the other one

@@ -1,4 +1,4 @@
-"""In which dtypes sharded parameters are gathered and their gradients summed.
+"""In which dtypes sharded parameters are gathered and their gradients summed; float8's scales, one for all ranks.
 
 Under mixed precision forwards run under autocast, as everywhere. Autocast alone would keep a half-precision copy of each whole weight
 from forward to backward, which sharding is there to avoid; so blocks are gathered in half precision to begin with, and autocast has

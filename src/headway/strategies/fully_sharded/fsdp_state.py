@@ -1,4 +1,4 @@
-"""What torch's fully_shard keeps inside: the one file that reads its private state.
+"""What torch's fully_shard keeps inside, and the exchanges that it makes: the one file that reads its private state.
 
 Between two backwards that do not reduce, a gradient lies whole in FSDP's own records, and `parameter.grad` is None. Autograd sees
 the whole parameters, not those that the module tree shows at rest. Both are reached from here.

@@ -1,4 +1,4 @@
-"""How a model is cut into the stages of a pipeline: runs of its blocks; what lies outside of these is on the first or the last.
+"""How a model is cut into the stages of a pipeline, runs of its blocks, and what their state is for checkpoints.
 
 A stage is a run of the model's repeated blocks. Modules outside of them (embeddings, norms, heads) are on the first stage if they
 come before the blocks in the module tree, on the last if they come after. A parameter is held by every stage whose modules hold

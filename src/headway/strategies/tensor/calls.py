@@ -1,4 +1,4 @@
-"""A call of a module whose parameters are split: plain local tensors replace its DTensors while forward runs.
+"""A call of a module whose parameters are split: local tensors in place of DTensors, and whole attention heads on each rank.
 
 Forward computes on what a rank has, at the speed of plain tensors. Between calls the parameters are DTensors, which
 optimizers, FSDP and checkpoints understand.

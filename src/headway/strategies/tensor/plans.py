@@ -1,4 +1,4 @@
-"""From a tensor-parallel plan to the modules and parameters it names, everything checked before anything is changed.
+"""From a tensor-parallel plan to what it names, adapters and the regions of sequence parallelism; checked before any change.
 
 Low-rank adapters (peft's LoRA) around matrices that are split: which of their own matrices are split with these.
 

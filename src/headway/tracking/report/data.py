@@ -1,4 +1,4 @@
-"""Finds and loads the runs of a report: series with every value placed on a step and a time, events, facts.
+"""Finds and loads the runs of a report: series placed on a step and a time, made short enough to draw, events, facts.
 
 Makes long series short enough to draw: buckets that keep every extreme, marks for nan and inf.
 

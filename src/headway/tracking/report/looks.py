@@ -1,4 +1,4 @@
-"""How things look on the page: the colours of lines, the signs and words of events, the marks of values that are not finite.
+"""How things look on the page: numbers in words, colours of lines, signs of events, marks of values, the page's frame.
 
 The colours can be told apart with any colour vision, on a light and on a dark page. They were found by a search over lightness,
 chroma and hue within each hue's range: it maximises the least distance (in Oklab) of any two as seen by people with normal, red-,

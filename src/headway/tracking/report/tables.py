@@ -1,4 +1,4 @@
-"""The tables of the page: figures at a glance, events, differences of settings, and each run's own lists.
+"""What a page says in words and tables: a run's state, figures at a glance, events, differences of settings.
 
 What is said of a run in words and numbers: its state, how long, how fast, how good; and how configurations differ.
 """

@@ -1,4 +1,4 @@
-"""What the first window of a run tells about its loop: scaled losses, gradients cleared midway, batches that share a block.
+"""What the first window tells about a loop: scaled losses, gradients cleared midway, what is no loss, rows nobody counts.
 
 Rows of batches that no prepared loader counts, on several ranks: each loss weighs 1, however many rows it was taken over.
 

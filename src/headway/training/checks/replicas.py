@@ -1,4 +1,4 @@
-"""Do all ranks still train the same model? Looked at before updates 1, 2, 4, 8, 16 ... by one small exchange.
+"""Have all ranks built the same model, and do they still train the same? Asked by small exchanges.
 
 DDP averages gradients and trusts that parameters are alike. What one rank changes by itself (a parameter, a learning rate) stays
 different for ever, and each rank then computes the gradient of another model. A rank's fingerprint is a sum over the bits of
