@@ -24,9 +24,11 @@ def public_names() -> dict[str, list[str]]:
     places = next(
         ast.literal_eval(node.value)
         for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PLACES"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_BY_PLACE"
     )
-    dotted = [f"{place}.{name}" for name, place in places.items() if place != f"headway.{name}"]
+    dotted = [
+        f"{place}.{name}" for place, names in places.items() for name in names.split() if place != f"headway.{name}"
+    ]
     rooms = {room: list(found) for room, found in groupby(sorted(dotted, key=_room), key=_room)}
     return {"accelerator": rooms.pop("accelerator"), **rooms}
 

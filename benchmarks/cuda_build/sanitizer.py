@@ -115,7 +115,7 @@ def recomputation() -> None:
 
 @feature("activations in host memory")
 def activations() -> None:
-    from headway.training.recompute.offload import offloading
+    from headway.training.transforms.activation_offload import offloading
 
     model = net().cuda()
     for _ in range(3):

@@ -13,9 +13,8 @@ from torch import nn
 import headway
 from benchmarks.forecast.models import CASES, Case
 from benchmarks.timing import machine
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.layout.tensor import TensorParallelOptions
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.forecasting.device.devices import MIB
 from headway.forecasting.tracing.tensors import plain
 from headway.planning.sources import unmasked

@@ -13,13 +13,13 @@ from torch import nn
 from benchmarks.forecast.models import CASES, Case
 from benchmarks.forecast.truth import peak
 from benchmarks.timing import machine
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.forecasting.device.devices import MIB, find
 from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked
-from headway.training.recompute.checkpointing import checkpoint_activations
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 FOLDER = Path(__file__).parent
 BATCH = 8

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.gpu.plan import Step, lacking
 from benchmarks.gpu.record import Record
-from headway.launch.processes import end_sessions
+from headway.launch.agent.processes import end_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAST_LINES = 15

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.timing import interleave, num_repeats, rows_of, save
 from headway.common import env
-from headway.runtime.heartbeat.file import HeartbeatFile
-from headway.runtime.heartbeat.flight_recorder import Call, Recorder
-from headway.runtime.heartbeat.ledger import CollectiveLedger
-from headway.runtime.heartbeat.thread import NUM_RECORDED, Heartbeat
+from headway.runtime.collective_log import CollectiveLedger
+from headway.runtime.heartbeat import NUM_RECORDED, Call, Heartbeat, Recorder
+from headway.runtime.pulse import HeartbeatFile
 
 CALLS = 100
 

@@ -6,12 +6,12 @@ headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each 
 
 from typing import Any
 
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities
-from headway.strategies.data_parallel.ddp import DDPStrategy
+from headway.strategies.ddp import DDPStrategy
 
 
 class MirrorStrategy(DDPStrategy):

@@ -11,111 +11,70 @@ from headway.compat.accelerate.served.finder import install
 from headway.compat.accelerate.served.names import SERVED, find
 from headway.version import __version__ as __version__
 
-_PLACES = {
-    "Accelerator": "headway.accelerator",
-    "AORecipeKwargs": "headway.config.float8",
-    "ActivationCheckpointing": "headway.config.strategies",
-    "AlignDevicesHook": "headway.compat.accelerate.modules.align",
-    "AutocastKwargs": "headway.config.strategies",
-    "CpuOffload": "headway.compat.accelerate.modules.hooks",
-    "CustomDtype": "headway.offload.placement.sizes",
-    "DDPCommunicationHookType": "headway.config.strategies",
-    "DataLoaderConfiguration": "headway.config.run",
-    "DistributedDataParallelKwargs": "headway.config.strategies",
-    "EarlyStoppingCallback": "headway.trainer.callbacks",
-    "EvalPrediction": "headway.trainer.results",
-    "Float8Options": "headway.config.float8",
-    "GeneralTracker": "headway.tracking.base",
-    "GradScalerKwargs": "headway.config.strategies",
-    "GradientAccumulationPlugin": "headway.config.run",
-    "InitProcessGroupKwargs": "headway.config.strategies",
-    "LocalSGD": "headway.training.local_sgd",
-    "LoggerType": "headway.tracking.base",
-    "LongestSequence": "headway.forecasting.solve",
-    "MemoryMonitor": "headway.memory.monitor",
-    "ModelHook": "headway.compat.accelerate.modules.hooks",
-    "NonFinitePolicy": "headway.training.checks.finite",
-    "OffloadedWeightsLoader": "headway.offload.dat_folder",
-    "PipelineOptions": "headway.config.layout.pipeline",
-    "Preemption": "headway.config.preemption",
-    "PrefixedDataset": "headway.offload.dat_folder",
-    "PrinterCallback": "headway.trainer.display",
-    "ProfileKwargs": "headway.config.strategies",
-    "ProgressCallback": "headway.trainer.display",
-    "ProjectConfiguration": "headway.config.run",
-    "SequentialHook": "headway.compat.accelerate.modules.hooks",
-    "ShardingOptions": "headway.config.layout.sharding",
-    "TensorParallelOptions": "headway.config.layout.tensor",
-    "Tracker": "headway.tracking.base",
-    "Trainer": "headway.trainer.trainer",
-    "TrainerCallback": "headway.trainer.callbacks",
-    "TrainerControl": "headway.trainer.callbacks",
-    "TrainerState": "headway.trainer.callbacks",
-    "TrainingArguments": "headway.trainer.settings.arguments",
-    "UserCpuOffloadHook": "headway.compat.accelerate.modules.hooks",
-    "Workload": "headway.offload.placement.workload",
-    "add_hook_to_module": "headway.compat.accelerate.modules.hooks",
-    "align_module_device": "headway.compat.accelerate.modules.align",
-    "all_memory_use": "headway.memory.use",
-    "attach_align_device_hook": "headway.compat.accelerate.modules.attach",
-    "attach_align_device_hook_on_blocks": "headway.compat.accelerate.modules.attach",
-    "attach_execution_device_hook": "headway.compat.accelerate.modules.attach",
-    "calculate_maximum_sizes": "headway.offload.placement.sizes",
-    "check_device_map": "headway.offload.placement.device_map",
-    "cheapest": "headway.planning.cheapest",
-    "clean_device_map": "headway.offload.placement.device_map",
-    "clear_device_cache": "headway.memory.oom",
-    "compile_regions": "headway.training.compiling.regions",
-    "compute_module_sizes": "headway.offload.placement.sizes",
-    "cpu_offload": "headway.offload.dispatch",
-    "cpu_offload_with_hook": "headway.compat.accelerate.modules.hooks",
-    "debug_launcher": "headway.launch.notebook",
-    "disk_offload": "headway.offload.dispatch",
-    "dispatch_model": "headway.offload.dispatch",
-    "dtype_byte_size": "headway.offload.placement.sizes",
-    "errors": "headway.errors",
-    "extract_submodules_state_dict": "headway.offload.dat_folder",
-    "find_batch_size": "headway.runtime.collectives.tree",
-    "find_executable_batch_size": "headway.memory.batch_size.find",
-    "find_tied_parameters": "headway.offload.placement.sizes",
-    "forecast": "headway.planning.forecast",
-    "get_balanced_memory": "headway.offload.placement.device_map",
-    "get_logger": "headway.log",
-    "get_max_layer_size": "headway.offload.placement.sizes",
-    "get_max_memory": "headway.offload.placement.budget",
-    "has_offloaded_params": "headway.compat.accelerate.modules.align",
-    "infer_auto_device_map": "headway.offload.placement.device_map",
-    "init_empty_weights": "headway.offload.placement.skeleton",
-    "init_on_device": "headway.offload.placement.skeleton",
-    "is_out_of_memory": "headway.memory.oom",
-    "load_checkpoint_and_dispatch": "headway.offload.dispatch",
-    "load_checkpoint_in_model": "headway.offload.load",
-    "load_offloaded_weight": "headway.offload.dat_folder",
-    "load_offloaded_weights": "headway.offload.dat_folder",
-    "memory_report": "headway.memory.report",
-    "memory_use": "headway.memory.use",
-    "named_module_tensors": "headway.offload.placement.sizes",
-    "notebook_launcher": "headway.launch.notebook",
-    "offload_pace": "headway.offload.execution",
-    "offload_state_dict": "headway.offload.dat_folder",
-    "offload_weight": "headway.offload.dat_folder",
-    "on_main_process": "headway.tracking.base",
-    "plan": "headway.planning.compare",
-    "prepare_pippy": "headway.strategies.pipeline.pippy",
-    "print_gpu_utilization": "headway.memory.use",
-    "print_summary": "headway.memory.use",
-    "read_offload_index": "headway.offload.dat_folder",
-    "release_memory": "headway.memory.oom",
-    "remove_hook_from_module": "headway.compat.accelerate.modules.hooks",
-    "remove_hook_from_submodules": "headway.compat.accelerate.modules.hooks",
-    "save_offload_index": "headway.offload.dat_folder",
-    "set_seed": "headway.runtime.seed",
-    "skip_first_batches": "headway.data.skip",
-    "synchronize_rng_states": "headway.runtime.collectives.streams",
-    "track": "headway.tracking.progress",
+_BY_PLACE = {
+    "headway.accelerator": "Accelerator",
+    "headway.compat.accelerate.modules.align": "AlignDevicesHook align_module_device has_offloaded_params",
+    "headway.compat.accelerate.modules.attach": """
+        attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
+    """,
+    "headway.compat.accelerate.modules.hooks": """
+        CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module cpu_offload_with_hook
+        remove_hook_from_module remove_hook_from_submodules
+    """,
+    "headway.config.engines": """
+        AORecipeKwargs ActivationCheckpointing AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs
+        Float8Options GradScalerKwargs InitProcessGroupKwargs ProfileKwargs
+    """,
+    "headway.config.parallelism": "PipelineOptions ShardingOptions TensorParallelOptions",
+    "headway.config.run": "DataLoaderConfiguration GradientAccumulationPlugin Preemption ProjectConfiguration",
+    "headway.data.skip": "skip_first_batches",
+    "headway.errors": "errors",
+    "headway.forecasting.solve": "LongestSequence",
+    "headway.launch.notebook": "debug_launcher notebook_launcher",
+    "headway.log": "get_logger",
+    "headway.memory.batch_size": "find_executable_batch_size",
+    "headway.memory.monitor": "MemoryMonitor",
+    "headway.memory.oom": "clear_device_cache is_out_of_memory release_memory",
+    "headway.memory.report": "memory_report",
+    "headway.memory.use": "all_memory_use memory_use print_gpu_utilization print_summary",
+    "headway.offload.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
+    "headway.offload.execution": "offload_pace",
+    "headway.offload.load": "load_checkpoint_in_model",
+    "headway.offload.offload_folder": """
+        OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
+        load_offloaded_weights offload_state_dict offload_weight read_offload_index save_offload_index
+    """,
+    "headway.offload.placement.budget": "get_max_memory",
+    "headway.offload.placement.device_map": """
+        check_device_map clean_device_map get_balanced_memory infer_auto_device_map
+    """,
+    "headway.offload.placement.sizes": """
+        CustomDtype calculate_maximum_sizes compute_module_sizes dtype_byte_size find_tied_parameters
+        get_max_layer_size named_module_tensors
+    """,
+    "headway.offload.placement.skeleton": "init_empty_weights init_on_device",
+    "headway.offload.placement.workload": "Workload",
+    "headway.planning.cheapest": "cheapest",
+    "headway.planning.compare": "plan",
+    "headway.planning.forecast": "forecast",
+    "headway.runtime.collectives.ranks": "synchronize_rng_states",
+    "headway.runtime.collectives.tree": "find_batch_size",
+    "headway.runtime.seed": "set_seed",
+    "headway.strategies.pipeline.pippy": "prepare_pippy",
+    "headway.tracking.base": "GeneralTracker LoggerType Tracker on_main_process",
+    "headway.tracking.progress": "track",
+    "headway.trainer.arguments": "TrainingArguments",
+    "headway.trainer.callbacks": "EarlyStoppingCallback TrainerCallback TrainerControl TrainerState",
+    "headway.trainer.display": "PrinterCallback ProgressCallback",
+    "headway.trainer.results": "EvalPrediction",
+    "headway.trainer.trainer": "Trainer",
+    "headway.training.checks.finite": "NonFinitePolicy",
+    "headway.training.transforms.compiling": "compile_regions",
+    "headway.training.local_sgd": "LocalSGD",
 }
+_PLACES = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
 
-__all__ = ["__version__", *_PLACES]
+__all__ = ["__version__", *sorted(_PLACES)]
 
 if TYPE_CHECKING:
     from headway import errors as errors
@@ -165,24 +124,24 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
-    from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
-    from headway.config.float8 import AORecipeKwargs as AORecipeKwargs
-    from headway.config.float8 import Float8Options as Float8Options
-    from headway.config.layout.context import TorchContextParallelConfig as TorchContextParallelConfig
-    from headway.config.layout.pipeline import PipelineOptions as PipelineOptions
-    from headway.config.layout.sharding import ShardingOptions as ShardingOptions
-    from headway.config.layout.tensor import TensorParallelOptions as TensorParallelOptions
-    from headway.config.preemption import Preemption as Preemption
+    from headway.config.engines import ActivationCheckpointing as ActivationCheckpointing
+    from headway.config.engines import AORecipeKwargs as AORecipeKwargs
+    from headway.config.engines import AutocastKwargs as AutocastKwargs
+    from headway.config.engines import DDPCommunicationHookType as DDPCommunicationHookType
+    from headway.config.engines import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from headway.config.engines import Float8Options as Float8Options
+    from headway.config.engines import GradScalerKwargs as GradScalerKwargs
+    from headway.config.engines import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from headway.config.engines import ProfileKwargs as ProfileKwargs
+    from headway.config.engines import TorchDynamoPlugin as TorchDynamoPlugin
+    from headway.config.layout_request import TorchContextParallelConfig as TorchContextParallelConfig
+    from headway.config.parallelism import PipelineOptions as PipelineOptions
+    from headway.config.parallelism import ShardingOptions as ShardingOptions
+    from headway.config.parallelism import TensorParallelOptions as TensorParallelOptions
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from headway.config.run import Preemption as Preemption
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
-    from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
-    from headway.config.strategies import AutocastKwargs as AutocastKwargs
-    from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
-    from headway.config.strategies import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
-    from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from headway.config.strategies import ProfileKwargs as ProfileKwargs
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.forecasting.solve import LongestSequence as LongestSequence
     from headway.launch.notebook import debug_launcher as debug_launcher
@@ -197,21 +156,21 @@ if TYPE_CHECKING:
     from headway.memory.use import memory_use as memory_use
     from headway.memory.use import print_gpu_utilization as print_gpu_utilization
     from headway.memory.use import print_summary as print_summary
-    from headway.offload.dat_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
-    from headway.offload.dat_folder import PrefixedDataset as PrefixedDataset
-    from headway.offload.dat_folder import extract_submodules_state_dict as extract_submodules_state_dict
-    from headway.offload.dat_folder import load_offloaded_weight as load_offloaded_weight
-    from headway.offload.dat_folder import load_offloaded_weights as load_offloaded_weights
-    from headway.offload.dat_folder import offload_state_dict as offload_state_dict
-    from headway.offload.dat_folder import offload_weight as offload_weight
-    from headway.offload.dat_folder import read_offload_index as read_offload_index
-    from headway.offload.dat_folder import save_offload_index as save_offload_index
     from headway.offload.dispatch import cpu_offload as cpu_offload
     from headway.offload.dispatch import disk_offload as disk_offload
     from headway.offload.dispatch import dispatch_model as dispatch_model
     from headway.offload.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from headway.offload.execution import offload_pace as offload_pace
     from headway.offload.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from headway.offload.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from headway.offload.offload_folder import PrefixedDataset as PrefixedDataset
+    from headway.offload.offload_folder import extract_submodules_state_dict as extract_submodules_state_dict
+    from headway.offload.offload_folder import load_offloaded_weight as load_offloaded_weight
+    from headway.offload.offload_folder import load_offloaded_weights as load_offloaded_weights
+    from headway.offload.offload_folder import offload_state_dict as offload_state_dict
+    from headway.offload.offload_folder import offload_weight as offload_weight
+    from headway.offload.offload_folder import read_offload_index as read_offload_index
+    from headway.offload.offload_folder import save_offload_index as save_offload_index
     from headway.offload.placement.budget import get_max_memory as get_max_memory
     from headway.offload.placement.device_map import check_device_map as check_device_map
     from headway.offload.placement.device_map import clean_device_map as clean_device_map
@@ -230,12 +189,12 @@ if TYPE_CHECKING:
     from headway.planning.cheapest import cheapest as cheapest
     from headway.planning.compare import plan as plan
     from headway.planning.forecast import forecast as forecast
-    from headway.runtime.collectives.streams import synchronize_rng_states as synchronize_rng_states
+    from headway.runtime.collectives.ranks import synchronize_rng_states as synchronize_rng_states
     from headway.runtime.collectives.tree import find_batch_size as find_batch_size
     from headway.runtime.seed import set_seed as set_seed
-    from headway.strategies.deepspeed.dummies import DummyOptim as DummyOptim
-    from headway.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from headway.strategies.deepspeed.plugin import DummyOptim as DummyOptim
+    from headway.strategies.deepspeed.plugin import DummyScheduler as DummyScheduler
     from headway.strategies.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
     from headway.strategies.pipeline.pippy import prepare_pippy as prepare_pippy
     from headway.tracking.base import GeneralTracker as GeneralTracker
@@ -243,6 +202,7 @@ if TYPE_CHECKING:
     from headway.tracking.base import Tracker as Tracker
     from headway.tracking.base import on_main_process as on_main_process
     from headway.tracking.progress import track as track
+    from headway.trainer.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
     from headway.trainer.callbacks import TrainerCallback as TrainerCallback
     from headway.trainer.callbacks import TrainerControl as TrainerControl
@@ -250,11 +210,10 @@ if TYPE_CHECKING:
     from headway.trainer.display import PrinterCallback as PrinterCallback
     from headway.trainer.display import ProgressCallback as ProgressCallback
     from headway.trainer.results import EvalPrediction as EvalPrediction
-    from headway.trainer.settings.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
-    from headway.training.compiling.regions import compile_regions as compile_regions
     from headway.training.local_sgd import LocalSGD as LocalSGD
+    from headway.training.transforms.compiling import compile_regions as compile_regions
 
 
 def __getattr__(name: str) -> Any:

@@ -11,21 +11,42 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from headway.checkpoint.resume.arguments import check_load_arguments, check_save_arguments
-from headway.checkpoint.resume.checkpoints import Checkpoints, LoadHook, SaveHook
-from headway.checkpoint.resume.restored import Restored
+from headway.checkpoint.resume.checkpoints import (
+    Checkpoints,
+    LoadHook,
+    SaveHook,
+    check_load_arguments,
+    check_save_arguments,
+)
+from headway.checkpoint.resume.comparison import Restored
 from headway.checkpoint.resume.run import RunState
 from headway.common import scope, traces
 from headway.common.optional import Later
-from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
-from headway.config.float8 import Float8Options
-from headway.config.layout.choice import RequestedLayout
-from headway.config.layout.request import LayoutPlugin
+from headway.config.engines import (
+    ActivationCheckpointing,
+    AutocastKwargs,
+    Backend,
+    Float8Options,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+    collect_options,
+    compiler,
+)
+from headway.config.layout_choice import RequestedLayout
+from headway.config.layout_request import LayoutPlugin
 from headway.config.load import UNSET, run_setting
-from headway.config.preemption import Preemption, preemption_settings
-from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    Preemption,
+    ProjectConfiguration,
+    caller,
+    is_automatic,
+    loading_settings,
+    preemption_settings,
+    project_settings,
+    windows,
+)
 from headway.config.values import known_keywords
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.rules import LoadingRules, TorchRules
@@ -37,24 +58,21 @@ from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.precision import float8
 from headway.precision.mixed import build_precision
-from headway.runtime import events, process
+from headway.runtime import events, process, pulse
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware
-from headway.runtime.collectives.streams import stream_names
+from headway.runtime.collectives.ranks import RankAware, stream_names
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import note_progress
-from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import RNGReader
 from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.checks.bypass import build_bypass_detector
-from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
+from headway.training.checks.first_window import RowCountCheck
 from headway.training.checks.replicas import ReplicaCheck
-from headway.training.checks.row_counts import RowCountCheck
-from headway.training.hooks import StepHooks
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
@@ -62,11 +80,10 @@ from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.prepare import Preparation
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
-from headway.training.profile import profiling
 from headway.training.run import AcceleratorRun
-from headway.training.step import MicroBatch, NoGuard, TrainingStep, WholeStep
+from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
 from headway.training.whole_weights import WholeWeights
-from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock, WeightedMean
+from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
@@ -75,17 +92,17 @@ if TYPE_CHECKING:
     from headway.forecasting.tracing.step import Loop, Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.training import forecast as forecasts
+    from headway.training import throughput
     from headway.training.checks import finite
-    from headway.training.compiling import regions
-    from headway.training.recompute import checkpointing as recompute
     from headway.training.replay import step as replay
-    from headway.training.throughput import meter
+    from headway.training.transforms import activation_checkpointing as recompute
+    from headway.training.transforms import compiling
 else:
-    regions = Later("headway.training.compiling.regions")
+    compiling = Later("headway.training.transforms.compiling")
     memory_report = Later("headway.memory.report")
-    recompute = Later("headway.training.recompute.checkpointing")
+    recompute = Later("headway.training.transforms.activation_checkpointing")
     replay = Later("headway.training.replay.step")
-    meter = Later("headway.training.throughput.meter")
+    throughput = Later("headway.training.throughput")
     finite = Later("headway.training.checks.finite")
     forecasts = Later("headway.training.forecast")
 
@@ -115,7 +132,7 @@ class Accelerator(RankAware):
         global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
             "numpy", "device" (or its kind, "cuda" say).
-        kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
+        kwargs_handlers: options of the engines underneath, one each of `headway.config.engines`.
         dynamo_backend: compile models at prepare() by torch.compile with this backend, "inductor" say; None or "no": do not.
         dynamo_plugin: the same with its settings, a `TorchDynamoPlugin`.
         project_dir: where the run keeps files; or a `project_config`.
@@ -129,7 +146,7 @@ class Accelerator(RankAware):
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
-            (`headway.config.layout.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
+            (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -176,7 +193,7 @@ class Accelerator(RankAware):
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        compiling = compiler(dynamo_backend, dynamo_plugin)
+        dynamo = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
         engine = deepspeed_plugin or deepspeed_plugins
         plugins = (fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin)
@@ -201,7 +218,7 @@ class Accelerator(RankAware):
         self.clock = UpdateClock()
         self._events = LoaderEvents()
         neighbours = runtime.scope.own(AcceleratorRegistry)
-        divides = loss_policy or WeightedMean()
+        divides = loss_policy or LossPolicy()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
@@ -220,7 +237,7 @@ class Accelerator(RankAware):
             step_scheduler_with_optimizer,
             tuple(stream_names(rng_types or ())),
             global_batch_size,
-            partial(self._transforms, options.checkpointing, compiling),
+            partial(self._transforms, options.checkpointing, dynamo),
             self._loading_rules(),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
@@ -230,7 +247,7 @@ class Accelerator(RankAware):
             self._training_step.windows,
             plugin.adjust_scheduler,
             chosen,
-            compiling,
+            dynamo,
             getattr(self.strategy, "mesh", None),
         )
         self._take_part(runtime)
@@ -267,7 +284,7 @@ class Accelerator(RankAware):
             partial(neighbours.loader_beside, prepared),
         )
         skips = SkippedUpdates(windows, self.clock)
-        guard: StepGuard = NoGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
+        guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if on_non_finite is not None:
             guard = finite.build_guard(
                 on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
@@ -276,7 +293,7 @@ class Accelerator(RankAware):
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
-            self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
+            self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
@@ -306,7 +323,7 @@ class Accelerator(RankAware):
         return None
 
     def _transforms(
-        self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin, learns: bool
+        self, plan: ActivationCheckpointing | None, dynamo: TorchDynamoPlugin, learns: bool
     ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
         """What is done to a model before it is wrapped: to float8, then checkpointed, then compiled."""
         made: list[Callable[[torch.nn.Module], Any]] = []
@@ -315,9 +332,9 @@ class Accelerator(RankAware):
             made.append(partial(float8.convert_model, options=self.options.float8 or Float8Options(), ranks=ranks))
         if plan is not None and learns:
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
-        if compiling.compiles:
+        if dynamo.compiles:
             is_gathered = learns and not self.strategy.capabilities.lone_forward
-            made.append(partial(regions.compile_model, plugin=compiling, device=self.device, is_gathered=is_gathered))
+            made.append(partial(compiling.compile_model, plugin=dynamo, device=self.device, is_gathered=is_gathered))
         return tuple(made)
 
     def _start_records(
@@ -674,7 +691,7 @@ class Accelerator(RankAware):
     def non_finite(self) -> "finite.FiniteGuard | None":
         """What `on_non_finite` has done so far; None where it was not asked for."""
         guard = self._training_step.guard
-        return None if isinstance(guard, NoGuard) else cast("finite.FiniteGuard", guard)
+        return None if type(guard) is StepGuard else cast("finite.FiniteGuard", guard)
 
     # ---------------------------------------------------------------- data and metrics
 
@@ -1100,12 +1117,12 @@ class Accelerator(RankAware):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""
-        return profiling(profile_handler or self.options.profile, self.runtime.rank)
+        return throughput.profiling(profile_handler or self.options.profile, self.runtime.rank)
 
     @cached_property
-    def throughput(self) -> "meter.Throughput":
+    def throughput(self) -> "throughput.Throughput":
         """Measures the loop from its first use on: ask for it before the loop (docs/throughput.md)."""
-        return meter.Throughput(self._training_step, self._events, self.clock, self.runtime)
+        return throughput.Throughput(self._training_step, self._events, self.clock, self.runtime)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared, collect garbage and empty the device's cache.

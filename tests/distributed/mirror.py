@@ -8,11 +8,11 @@ import tomllib
 import torch
 
 from headway import Accelerator
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.data_parallel.replica import ReplicaStrategy
+from headway.strategies.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.config.strategies import GradScalerKwargs
+from headway.config.engines import GradScalerKwargs
 from headway.errors import ConfigError, LossError
 from headway.training.windows import ConstantDivision
 from tests.devices import DEVICE, ON_CPU

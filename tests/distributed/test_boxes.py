@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import TargetLayout
 from headway.checkpoint.loading.restoring import misfits, restore
-from headway.checkpoint.loading.target_layout import TargetLayout
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import StatefulObjects, collect
@@ -93,7 +93,7 @@ def is_cut(tensor):
 
 def put(tensor, wanted):
     """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
-    from headway.checkpoint.loading.chunked_tensor import own_boxes
+    from headway.checkpoint.loading.files import own_boxes
 
     for offsets, memory in own_boxes(tensor.detach()):
         memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])

@@ -344,9 +344,9 @@ def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it():
 
 def several_in_one_launch():
     """gloo's own coalesced sum; that it is not used by itself is stubbed, as it would copy."""
-    from headway.runtime.collectives import coalesced
+    from headway.runtime import group
 
-    coalesced.can_coalesce = lambda group, device: True
+    group.can_coalesce = lambda group, device: True
     acc = door()
     found = [torch.full((size,), float(acc.process_index + size)) for size in (1, 5, 300)]
     whole = torch.full((2,), acc.process_index)

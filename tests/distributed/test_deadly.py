@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from headway.launch.processes import code_of
+from headway.launch.agent.processes import code_of
 
 
 def test_an_exit_code_is_seen_without_being_taken():

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway import Accelerator, ActivationCheckpointing, Float8Options, ShardingOptions
 from headway.errors import PrepareError
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 from tests.distributed.layouts import GPT, Task, difference, each, prepared, seeded, squares, text, whole_weights
 from tests.distributed.ranks import run_ranks
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, NonFinitePolicy
 from headway.errors import NonFiniteError
 from headway.runtime import events
+from headway.training import stragglers
 from headway.training.checks import finite
-from headway.training.throughput import stragglers
-from headway.training.throughput.meter import Throughput
+from headway.training.throughput import Throughput
 from tests.distributed.ranks import run_ranks
 
 NAN, INF = float("nan"), float("inf")

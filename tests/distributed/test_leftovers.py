@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headway.launch.processes import end_sessions, members
+from headway.launch.agent.processes import end_sessions, members
 from tests.distributed.test_launch import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

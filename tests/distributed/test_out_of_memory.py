@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
-from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
 from headway.training.replay.step import PieceStep
 from headway.training.replay.transaction import BatchTransaction

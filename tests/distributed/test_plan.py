@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway import Accelerator, PipelineOptions
-from headway.config.layout.mesh import parse
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.dry_run.drive import CutSequences, Pipeline
 from headway.planning.dry_run.meter import StepMeter

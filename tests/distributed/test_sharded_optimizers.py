@@ -9,8 +9,8 @@ import torch
 from torch import optim
 
 from headway import Accelerator
-from headway.checkpoint.quantised import is_quantised
-from headway.strategies.fully_sharded.gradients import local
+from headway.checkpoint.optimizers import is_quantised
+from headway.strategies.fully_sharded.dtensors import local
 from tests.distributed.layouts import GPT, seeded, squares, text
 from tests.distributed.ranks import run_ranks
 

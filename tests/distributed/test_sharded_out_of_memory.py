@@ -28,7 +28,7 @@ from headway import (
     TrainingArguments,
 )
 from headway.errors import MemoryExhausted, UnsupportedError
-from headway.strategies.fully_sharded.comm_hooks import FSDPUnit
+from headway.strategies.fully_sharded.fsdp_state import FSDPUnit
 from headway.training.replay.step import PieceStep
 from headway.training.replay.transaction import BatchTransaction
 from tests.distributed.layouts import (

@@ -10,7 +10,7 @@ from torch import nn
 from headway import GradientAccumulationPlugin, ShardingOptions
 from headway.errors import StateError
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks

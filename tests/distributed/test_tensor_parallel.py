@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from headway import Accelerator, ActivationCheckpointing, TensorParallelOptions
 from headway.errors import DataError, PrepareError
-from headway.strategies.fully_sharded import gradients
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded import dtensors
+from headway.strategies.fully_sharded.dtensors import local
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 from headway.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
@@ -169,7 +169,7 @@ def other_styles() -> dict[str, float]:
         found[name] = max(off, float((out - cut_out).abs().max() / out.abs().max()))
         states = {n: full(p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # packed ones too
-        parts = {n: gradients.cut_like(states[n], p.detach()) for n, p in cut.named_parameters()}
+        parts = {n: dtensors.cut_like(states[n], p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(local(parts[n]), local(p)) for n, p in cut.named_parameters()), name
     return found
 

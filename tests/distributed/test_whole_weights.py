@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from headway.errors import HeadwayError
+from headway.strategies.deepspeed.optimizer import piece_of_range
+from headway.training.whole_weights import GatheredTensor, save_gathered, whole_state
 from headway.weights.files import open_checkpoint
-from headway.weights.gathered import GatheredTensor, save_gathered, whole_state
-from headway.weights.partitions import piece_of_range
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values
 

@@ -20,7 +20,7 @@ pytestmark = [
 def attended(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from headway.strategies.context import ring, zigzag
+    from headway.strategies.context import attention, sequences
     from headway.strategies.context.attention import WholeSequenceAttention
     from headway.strategies.tensor.crossings import SplitAxis
 
@@ -28,7 +28,7 @@ def attended(rotation: str) -> list[float]:
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
     axis = SplitAxis.of(mesh)
-    found = ring.find(mesh, rotation, ring.RingDispatcher())
+    found = attention.find(mesh, rotation, attention.RingDispatcher())
     assert found is not None, "this torch has another form of context parallelism"
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -41,9 +41,9 @@ def attended(rotation: str) -> list[float]:
     off = []
     for attend in (found.attend, None):
         with WholeSequenceAttention(axis, attend):
-            parts = [zigzag.part_of(each, axis, 2) for each in whole]
+            parts = [sequences.part_of(each, axis, 2) for each in whole]
             part = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
-        again = zigzag.join(part, axis, 2, 64)
+        again = sequences.join(part, axis, 2, 64)
         grads = torch.autograd.grad((again * weights).sum(), whole)
         for grad in grads:
             dist.all_reduce(grad)

@@ -12,7 +12,7 @@ from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print
 from headway.common import scope
 from headway.memory.oom import is_out_of_memory
 from headway.memory.use import gpu_memory_occupied
-from headway.training.recompute.offload import _Copies, offloading
+from headway.training.transforms.activation_offload import _Copies, offloading
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.runtime import group
-from headway.runtime.collectives.coalesced import can_coalesce, start_all
-from headway.runtime.heartbeat.flight_recorder import Recorder
-from headway.strategies.data_parallel.ddp import check_hook
+from headway.runtime.group import can_coalesce, start_all
+from headway.runtime.heartbeat import Recorder
+from headway.strategies.ddp import check_hook
 from tests.distributed.test_launch import begin
 from tests.unit.runtime.nccl_dump import entry
 

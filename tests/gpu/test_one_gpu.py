@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.runtime import process
-from headway.strategies.pipeline.rng import go_on, own_streams
+from headway.strategies.rng import go_on, own_streams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import torch
 
 from headway import Accelerator, MemoryMonitor
 from headway.memory.free import free_bytes
-from headway.memory.peaks import PeakReader
+from headway.memory.monitor import PeakReader
 from headway.runtime.device import HARDWARE
-from headway.training.replay.allocator import AllocatorPressure
-from headway.training.replay.trial import Materialised
+from headway.training.replay.piece_size import AllocatorPressure
+from headway.training.replay.snapshot import Materialised
 
 pytestmark = [
     pytest.mark.gpu,

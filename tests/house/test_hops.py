@@ -103,7 +103,7 @@ def test_a_feature_adds_its_own_file(options: dict[str, Any], added: set[str]) -
 
 def test_the_meter_adds_its_room() -> None:
     fetched, passed = way(prepare=lambda accelerator: accelerator.throughput)
-    assert (fetched | passed) - WAY - FETCH == {"training/throughput/meter.py", "training/throughput/stragglers.py"}
+    assert (fetched | passed) - WAY - FETCH == {"training/throughput.py", "training/stragglers.py"}
 
 
 def test_a_batch_as_a_function_adds_one() -> None:
@@ -116,5 +116,5 @@ def test_pieces_stay_in_their_room() -> None:
     added = {name for name in passed - WAY if not name.startswith("training/replay/")}
     # What goes back is asked of its owners: the registry, the random streams; a vote passes checked collectives.
     assert added <= {"training/task.py", "training/prepared/objects.py", "runtime/collectives/tree.py",
-                     "runtime/collectives/checked.py", "runtime/collectives/partition.py",
-                     "runtime/streams.py", "runtime/seed.py", "runtime/torch_stream.py"}  # fmt: skip
+                     "runtime/collectives/checked.py", "runtime/collectives/cut.py",
+                     "runtime/seed.py"}  # fmt: skip

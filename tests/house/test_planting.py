@@ -13,7 +13,7 @@ from tests.house.tree_of_source import modules, parsed, shown
 OWNERS = {
     "accelerator": "accelerator.py", "step": "training/step.py", "windows": "training/windows.py",
     "prepared": "training/prepared/objects.py", "preparation": "training/prepared/prepare.py", "guard": "training/checks/finite.py",
-    "meter": "training/throughput/meter.py", "throughput": "training/throughput/meter.py",
+    "meter": "training/throughput.py", "throughput": "training/throughput.py",
     "transaction": "training/replay/transaction.py",
     "snapshot": "training/replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
     "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/",

@@ -30,12 +30,12 @@ from unittest.mock import patch
 import torch
 
 from headway.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
-from headway.checkpoint.format.shards import describe
+from headway.checkpoint.format.tensors import describe
 from headway.checkpoint.loading.files import read_state
 from headway.cli.main import main as headway
 from headway.config.launch import SETTINGS
 from headway.errors import HeadwayError
-from headway.launch.machine.machine import Machine
+from headway.launch.machine import Machine
 from headway.weights.files import open_checkpoint
 from tests.sweep.loaded_run import RUNS, Run, saved
 
@@ -420,7 +420,7 @@ def _furnish(folder: Path, checkpoint: Path) -> None:
 
 def _called(machine: Machine, folder: Path, words: list[str]) -> str:
     patches = [
-        patch("headway.launch.machine.machine.look", lambda environment: machine),
+        patch("headway.launch.machine.look", lambda environment: machine),
         patch("headway.launch.run.execute", lambda plan, environment, is_quiet: None),
         patch("headway.common.env.snapshot", lambda: {"HEADWAY_HOME": str(folder)}),
         contextlib.chdir(folder), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),

@@ -17,13 +17,13 @@ from headway import Accelerator, track
 from headway.data.loader import LoaderEvents
 from headway.data.transfer import SideStreamTransfer, transfer_to
 from headway.runtime.device import CPU
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
-from headway.training.checks import guard
+from headway.training import hooks
 from headway.training.replay import transaction
 from headway.training.task import BatchTask
-from headway.training.throughput.meter import Throughput
+from headway.training.throughput import Throughput
 from headway.training.windows import UpdateClock
 from tests.synchronisations.count import be_an_accelerator
 from tests.synchronisations.fake_device import DEVICE, FakeDevice
@@ -249,7 +249,7 @@ def weigher(fake: FakeDevice) -> list[float]:
 def notice(fake: FakeDevice) -> list[Any]:
     """A loss that is not finite is told with its update, an update late or when the process ends, and nobody waits."""
     found: list[Any] = []
-    guard.log.warning = lambda text, *args, **more: found.append((text % args).partition(".")[0])  # type: ignore[method-assign]
+    hooks.log.warning = lambda text, *args, **more: found.append((text % args).partition(".")[0])  # type: ignore[method-assign]
     for bad in (2, 4):
         accelerator = Accelerator(gradient_accumulation_steps=2)
         model = torch.nn.Linear(1, 1).to(DEVICE)

@@ -12,14 +12,14 @@ import headway
 from benchmarks.forecast.snapshot import compare
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.forecasting.answer import Forecast
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import find, named
 from headway.forecasting.tracing.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
-from headway.training.recompute.checkpointing import checkpoint_activations
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 WITHIN = 0.05
 LARGEST = 0

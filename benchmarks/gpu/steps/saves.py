@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from benchmarks.gpu.bench import Bench, Row, scratch
 from benchmarks.gpu.training import SMALL, SMALLEST, XL, accelerator_of, gpt2, loss_of, tokens_of
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 
 Save = Callable[[Path], Callable[[], Any]]
 """Begins a save into a folder; returns what waits for its end."""

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.timing import ACCELERATE_MISSING, HAS_ACCELERATE
 from headway import cpu_offload, init_empty_weights, offload_pace
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.offload.placement.bandwidth import copy_bandwidth, memory_bandwidth
 
 SEVEN = {

@@ -2,6 +2,8 @@
 
 Names are logical: `model/0/` and the bare module's names; `optimizer/0/`, the parameter's name and the key. So another
 world size, another wrapping, or another order of parameter groups finds the same tensors.
+
+Tensors of which each rank has its own: in a checkpoint, beside the one for all, rows of a tensor that the ranks write together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +18,7 @@ from headway.checkpoint.format.values import encode, logical
 from headway.checkpoint.optimizers import collect_optimizer
 from headway.errors import CheckpointError
 from headway.weights.export import untied
-from headway.weights.pieces import ShardCutter, ShardPiece, held, is_dtensor, is_spread
+from headway.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, held, is_dtensor, is_spread
 
 EXTRA = "_extra_state"
 """How torch calls the extra state of a module in its state dict."""
@@ -165,3 +167,20 @@ def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
         for index, model in enumerate(models)
         for name, parameter in model.named_parameters()
     }
+
+
+ROWS = "rows/"
+"""How the names of such tensors begin; what follows is the name of the one for all."""
+
+
+def row_of(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
+    """This rank's row of the tensor that `count` ranks make up."""
+    sizes = ((1,) * count, *((size,) for size in value.shape))
+    row = TensorBox((rank, *(0 for _ in value.shape)), value.detach()[None], True)
+    return ShardPiece((count, *value.shape), value.dtype, (row,), None, TensorSplit(sizes, tuple(range(count))))
+
+
+def place_of(shape: tuple[int, ...], rank: int) -> ShardPiece:
+    """Where a rank's row lies in a tensor of rows."""
+    row = TensorBox((rank, *(0 for _ in shape[1:])), torch.empty((1, *shape[1:]), device="meta"), False)
+    return ShardPiece(shape, torch.float32, (row,))

@@ -47,12 +47,8 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
     else:
         for name, rows in found.items():
             _echo_script(name, rows)
-    if any(_is_failure(each) for rows in found.values() for each, _ in rows):
+    if any(each.status in ("not served", "unknown") for rows in found.values() for each, _ in rows):
         click.get_current_context().exit(1)
-
-
-def _is_failure(each: Answer) -> bool:
-    return each.status in ("not served", "unknown")
 
 
 def _find_names(script: Path) -> list[tuple[Answer, int]]:

@@ -1,13 +1,261 @@
-"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the links between them, and advise."""
+"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the links between them, and advise.
 
-from typing import Any
+What can be wrong with a machine before a run starts: versions, devices, names, interfaces, ports, limits.
+"""
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
 
 import click
 
 from headway.cli.launch import settings, start
 from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, setting_options
 from headway.common import env
+from headway.common.text import format_bytes
 from headway.config.load import Resolved
+from headway.launch import machine, network
+
+_OLDEST_TORCH = (2, 11)
+_FEW_FILES = 4096
+_FEW_PROCESSES = 1024
+_LITTLE_SHARED_MEMORY = 2**30
+_LITTLE_SPACE = 2**28
+_FEW_PORTS = 2000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: "ok", "note" (may matter later) or "bad" (a run fails, or crawls, because of it).
+        what: what was found.
+        hint: what to do about it.
+    """
+
+    level: Literal["ok", "note", "bad"]
+    what: str
+    hint: str = ""
+
+    def text(self) -> str:
+        """As people read it."""
+        mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[self.level]
+        return f"{mark}  {self.what}" + (f"\n      -> {self.hint}" if self.hint else "")
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What is known of the run that is asked about.
+
+    Attributes:
+        num_machines, machine_rank: how many machines, and which this is.
+        address, port: where they meet; None where nobody has said.
+    """
+
+    num_machines: int = 1
+    machine_rank: int = 0
+    address: str | None = None
+    port: int | None = None
+
+
+def look(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
+    """Look at this machine; nothing is imported that is not Headway's own, and nothing is sent.
+
+    Args:
+        environment: the launcher's variables.
+        run: what is asked about.
+        root: where /proc, /sys and /dev hang.
+    """
+    yield from versions()
+    yield from devices(environment, root)
+    yield from names(run)
+    yield from interfaces(environment, run)
+    yield from ports(run, root)
+    yield from limits(root)
+    yield from space(root)
+
+
+def versions() -> Iterator[Finding]:
+    """Python, torch and Headway."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    own = metadata.version("headway")
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Finding("bad", f"headway {own}, Python {python}, no torch", "pip install torch")
+        return
+    parts = torch.partition("+")[0].split(".")
+    number = tuple(int(part) for part in parts[:2] if part.isdecimal())
+    said = f"headway {own}, Python {python}, torch {torch}"
+    if number < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        yield Finding("bad", said, f"Headway needs torch {oldest} or later: pip install --upgrade torch")
+    else:
+        yield Finding("ok", said)
+
+
+def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
+    """Accelerators, and those that this torch leaves alone."""
+    here = machine.look(environment, root)
+    cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
+    if here.accelerator is not None:
+        yield Finding("ok", f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)}), {cores}")
+    elif (root / "dev/nvidiactl").exists() or (root / "dev/kfd").exists():
+        yield Finding(
+            "bad",
+            f"an accelerator's driver is loaded, but this torch can use none; {cores}",
+            "install the build of torch for it (the version above tells which build this is), and see that no "
+            "CUDA_VISIBLE_DEVICES hides it",
+        )
+    else:
+        yield Finding("ok", f"no accelerator, {cores}")
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > here.num_cores:
+        yield Finding(
+            "note", f"OMP_NUM_THREADS={threads} on {cores}", "unset it: `headway launch` gives each process its share"
+        )
+
+
+def names(run: CheckedRun) -> Iterator[Finding]:
+    """The host name, which gloo looks up unless it is told an interface."""
+    host = socket.gethostname()
+    addresses = network.name_leads_to(host)
+    if not network.is_trap(host):
+        yield Finding("ok", f"host name {host} leads to {', '.join(addresses)}")
+    else:
+        where = f"leads to {', '.join(addresses)}, this machine only" if addresses else "is not known to this machine"
+        own = network.own_address(run.address or "")
+        matters = run.num_machines > 1 and own is not None and run.address is None
+        hint = f"give other machines {own} as --main_process_ip, not the name; `headway launch` tells gloo the interface itself"
+        reached = f"; others reach it as {own}" if own else ""
+        yield Finding("note" if matters else "ok", f"host name {host} {where}{reached}", hint if matters else "")
+    if run.num_machines == 1 or run.address is None:
+        return
+    if not network.name_leads_to(run.address):
+        hint = "add it to /etc/hosts or give its address"
+        yield Finding("bad", f"machine 0 is {run.address}, which this machine cannot resolve", hint)
+    elif run.machine_rank and network.is_trap(run.address):
+        hint = "give machine 0's address on the network instead"
+        yield Finding("bad", f"machine 0 is {run.address}, which is this machine's own loopback address here", hint)
+    else:
+        yield Finding("ok", f"machine 0 is {run.address} ({', '.join(network.name_leads_to(run.address))})")
+
+
+def interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
+    """Which interface gloo would use, and whether one that was asked for exists."""
+    found = network.interfaces()
+    known = ", ".join(f"{one.name} {one.addresses[0]}" for one in found) or "none"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        asked = environment.get(variable, "")
+        parts = [part for part in asked.lstrip("^=").split(",") if part]
+        missing = [part for part in parts if not any(one.name.startswith(part) for one in found)]
+        if missing and not asked.startswith("^"):
+            hint = f"unset it or name one of: {known}"
+            yield Finding("bad", f"{variable}={asked}: no interface {', '.join(missing)} is up here", hint)
+    if run.num_machines == 1:
+        yield Finding(
+            "ok" if found else "bad", f"interfaces: {known}", "" if found else "bring up lo: ip link set lo up"
+        )
+        return
+    own = network.own_address(run.address or "")
+    if own is None:
+        yield Finding(
+            "bad", f"no interface leads to other machines ({known})", "connect this machine, or look at `ip addr`"
+        )
+        return
+    used = environment.get("GLOO_SOCKET_IFNAME") or network.interface_of(own)
+    yield Finding("ok", f"gloo will use {used} ({own}) of: {known}")
+
+
+def ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
+    """Free ports: how many the system hands out, and whether the one to meet at is free and stays so."""
+    try:
+        low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    said = f"the system hands out ports {low} to {high}"
+    if high - low < _FEW_PORTS:
+        hint = "widen net.ipv4.ip_local_port_range: a rank opens a connection to each of the others"
+        yield Finding("bad", said, hint)
+    elif run.num_machines > 1:
+        yield Finding("ok", f"{said}; between machines all of them must be open, and port {run.port} of machine 0")
+    else:
+        yield Finding("ok", f"{said}; `headway launch` takes a free one and needs no fixed port")
+    if run.num_machines == 1 or not run.port:
+        return
+    if low <= run.port <= high:
+        hint = f"take one below {low}, which no outgoing connection can occupy in between"
+        yield Finding("note", f"port {run.port} is one of those", hint)
+    if run.machine_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", run.port))
+            except OSError as error:
+                hint = (
+                    "end what listens there (`ss -ltnp` names it), or give another --main_process_port to all machines"
+                )
+                yield Finding("bad", f"port {run.port} cannot be taken: {error.strerror}", hint)
+
+
+def limits(root: Path = Path("/")) -> Iterator[Finding]:
+    """Open files, processes and locked memory."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < _FEW_FILES
+    hint = f"ulimit -n {most if most > 0 else 65535} before the launch: tensors of loading workers and connections take one each"
+    yield Finding("note" if few else "ok", f"{_number(files)} open files", hint if few else "")
+    allowed = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    text = _read(root / "sys/fs/cgroup/pids.max")
+    allowed += [int(text)] if text.isdecimal() else []
+    number = min((one for one in allowed if one >= 0), default=-1)
+    few = 0 <= number < _FEW_PROCESSES
+    hint = "raise ulimit -u, or the container's pids limit: every thread counts, and a rank has dozens"
+    yield Finding("note" if few else "ok", f"{_number(number)} processes and threads", hint if few else "")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if (root / "sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        hint = "ulimit -l unlimited, or NCCL cannot register memory with the adapter"
+        yield Finding("bad", f"InfiniBand, but only {format_bytes(locked)} may be locked", hint)
+
+
+def space(root: Path = Path("/")) -> Iterator[Finding]:
+    """Shared memory, which loading workers hand batches over in, and the folder for temporary files."""
+    shared = root / "dev/shm"
+    if shared.exists():
+        total = shutil.disk_usage(shared).total
+        little = total < _LITTLE_SHARED_MEMORY
+        hint = "start the container with --shm-size=8g (or mount an emptyDir with medium Memory), or loading workers die of SIGBUS"
+        yield Finding(
+            "note" if little else "ok", f"{format_bytes(total)} of shared memory (/dev/shm)", hint if little else ""
+        )
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    is_good = free >= _LITTLE_SPACE and os.access(folder, os.W_OK)
+    hint = "" if is_good else "clean it up, or set TMPDIR to a folder with room"
+    yield Finding("ok" if is_good else "bad", f"{format_bytes(free)} free in {folder}", hint)
+
+
+def _number(limit: int) -> str:
+    return "any number of" if limit < 0 else f"{limit:,}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
 
 _ABOUT = """Find out why a run does not start, hangs or crawls.
 
@@ -27,15 +275,14 @@ _EPILOG = examples(
 
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
-    from headway.cli.checks import doctor
-    from headway.launch.machine import clusters
+    from headway.launch import clusters
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
     resolved = settings(given, config_file, False, environment, cluster.layer if cluster is not None else {})
     num_bad = 0
     is_first = cluster is None or cluster.task is None or cluster.task.local_rank == 0
-    for finding in doctor.look(environment, _run(resolved)) if is_first else ():
+    for finding in look(environment, _run(resolved)) if is_first else ():
         click.echo(finding.text())
         num_bad += finding.level == "bad"
     if here:
@@ -46,9 +293,7 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     start("headway.cli.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
-def _run(resolved: Resolved) -> Any:
-    from headway.cli.checks.doctor import CheckedRun
-
+def _run(resolved: Resolved) -> CheckedRun:
     return CheckedRun(
         resolved.get("num_machines", 1),
         resolved.get("machine_rank", 0),
@@ -58,8 +303,6 @@ def _run(resolved: Resolved) -> Any:
 
 
 def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
-    from headway.launch.machine import machine
-
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True
     return len(machine.look(environment).device_ids) > 1 and not resolved.get("cpu", False)

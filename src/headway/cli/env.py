@@ -10,12 +10,12 @@ import click
 
 from headway.cli.options import JSON, GroupedCommand
 from headway.common import env
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.compat.accelerate.launching.launch_flags import explain_file_key
 from headway.config.files import default_file, file_layer
 from headway.config.load import environment_layer, resolve
 from headway.errors import HeadwayError
-from headway.launch.machine import machine
+from headway.launch import machine
 from headway.version import __version__
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchdata", "accelerate", "deepspeed")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import ConfigError
 from headway.tracking.report.forecast_page import forecast_page
 

@@ -9,7 +9,7 @@ import click
 from headway.checkpoint.format.foreign import checkpoints_in, explain
 from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
 from headway.cli.options import GroupedCommand, option
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
 

@@ -1,19 +1,200 @@
-"""`headway launch`: start a script on one process or on many, on one machine or on several."""
+"""`headway launch`: start a script on one process or on many, on one machine or on several.
 
+Launcher flags typed after the script, which go to the script: found, and answered with what to type.
+
+Accelerate's launch flags for layouts: accepted but not shown in the help, and each one translated, ignored or refused.
+"""
+
+import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
-from headway.cli.layouts import foreign_options, take_foreign
-from headway.cli.options import CONFIG_FILE, GroupedCommand, command_line_layer, examples, option, setting_options
+from headway.cli.options import (
+    CONFIG_FILE,
+    GroupedCommand,
+    GroupedOption,
+    command_line_layer,
+    examples,
+    option,
+    setting_options,
+    underscored,
+)
 from headway.common import env
-from headway.config.layout.mesh import groups_in_words
-from headway.config.load import Resolved, Value, environment_layer, resolve
+from headway.compat.accelerate.launching import layout_words
+from headway.config.launch import SETTINGS
+from headway.config.layout_request import LayoutRequest
+from headway.config.load import COMMAND_LINE, Resolved, Value, environment_layer, resolve
+from headway.config.mesh import ENGINES, groups_in_words
+from headway.config.values import from_text
 from headway.errors import ConfigError
+
+# Of the others, such as --mixed_precision or --cpu, many scripts have their own.
+_ONLY_OF_LAUNCHERS = {one.name for one in SETTINGS.values() if one.group in ("Hardware", "Several machines")} - {"cpu"}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A flag of the launcher among the script's arguments.
+
+    Attributes:
+        at: its place there.
+        words: it and its value, as typed.
+    """
+
+    at: int
+    words: tuple[str, ...]
+
+
+def warning(ctx: click.Context, raw: Sequence[str]) -> str:
+    """What to say of launch flags after the script; nothing where there is none, or where it is clearly meant.
+
+    It is clearly meant where the launcher got the flag as well, where `--` comes before the script or before the flag, and
+    where the value cannot be one of the launcher's.
+
+    Args:
+        ctx: the parsed command line of `headway launch`.
+        raw: the same, as typed.
+    """
+    script, args = str(ctx.params["script"]), list(ctx.params["script_args"])
+    flags = list(raw[: len(raw) - 1 - len(args)])
+    if flags[-1:] == ["--"]:
+        return ""
+    found = list(_search(ctx, args))
+    if ctx.params.get("no_python"):
+        found = [one for one in found if one.words[0].startswith("--")]  # sh -c, python -m, echo -n
+    if not found:
+        return ""
+    moved = [word for one in found for word in one.words]
+    places = {place for one in found for place in range(one.at, one.at + len(one.words))}
+    rest = [word for place, word in enumerate(args) if place not in places]
+    which = ", ".join(" ".join(one.words) for one in found)
+    they = "them" if len(found) > 1 else "it"
+    begin, name = ["headway", "launch", *flags], Path(script).name
+    return "\n".join(
+        [
+            f"headway: warning: {which} after {name}: {name} gets {they}, and the launcher does not",
+            f"  meant for the launcher?  {shlex.join([*begin, *moved, script, *rest])}",
+            f"  meant for the script?    {shlex.join([*begin, '--', script, *args])}",
+        ]
+    )
+
+
+def _search(ctx: click.Context, args: Sequence[str]) -> Iterator[_Found]:
+    options = [one for one in ctx.command.params if isinstance(one, click.Option) and one.name in _ONLY_OF_LAUNCHERS]
+    known = {_plain(word): one for one in options for word in one.opts}
+    for at, word in enumerate(args):
+        if word == "--":
+            return
+        if not word.startswith("-") or word == "-":
+            continue
+        is_long = word.startswith("--")
+        name, equals, value = word.partition("=") if is_long else (word[:2], word[2:], word[2:])
+        option = known.get(_plain(name))
+        if option is None or ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
+            continue
+        if option.is_flag:
+            if not equals:
+                yield _Found(at, (word,))
+        elif equals:
+            if _fits(option, value):
+                yield _Found(at, (word,))
+        elif at + 1 < len(args) and _fits(option, args[at + 1]):
+            yield _Found(at, (word, args[at + 1]))
+
+
+def _plain(flag: str) -> str:
+    return f"--{underscored(flag[2:])}" if flag.startswith("--") else flag
+
+
+def _fits(option: click.Option, value: str) -> bool:
+    """Could the launcher take this value?"""
+    try:
+        from_text(SETTINGS[str(option.name)], value, "")
+    except ConfigError:
+        return False
+    return True
+
+
+_SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
+_ONLY_OF_PLUGINS = tuple(
+    """
+    limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy
+    """.split()  # noqa: SIM905
+)
+_VALUES = (
+    *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
+    *(f"parallelism_config_{key}" for key in layout_words.SIZE_KEYS),
+    *layout_words.DEEPSPEED_KEYS,
+)
+
+
+def foreign_options() -> list[click.Parameter]:
+    """The flags that Headway's own settings do not have."""
+    return [
+        *(GroupedOption([f"--{name}"], is_flag=True, default=None, hidden=True) for name in _SWITCHES),
+        *(GroupedOption([f"--{name}"], hidden=True) for name in _VALUES if name not in SETTINGS),
+    ]
+
+
+def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Value], tuple[str, ...]]:
+    """Read the flags for layouts by Accelerate's words.
+
+    Args:
+        given: click's parsed values, None where a flag was not given.
+
+    Returns:
+        The other flags, what these decide, and a note on those that change nothing.
+
+    Raises:
+        ConfigError: a flag that is refused, a value that cannot be, or two flags that contradict each other.
+    """
+    mine = {name: value for name, value in given.items() if name in _SWITCHES or name in _VALUES}
+    rest = {name: value for name, value in given.items() if name not in mine}
+    read = LayoutRequest()
+    for name, value in mine.items():
+        if value is None:
+            continue
+        if name == "use_fsdp":
+            read.use_shards("--use_fsdp")
+        elif name == "use_deepspeed":
+            read.use_deepspeed("--use_deepspeed")
+        elif name in layout_words.DEEPSPEED_KEYS:
+            layout_words.read_deepspeed(read, name, value, f"--{name}")
+        elif name.startswith("fsdp_"):
+            layout_words.read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
+        elif name != "use_parallelism_config":
+            layout_words.read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
+    for key, reason in read.refused.items():
+        raise ConfigError(f"{key}: {reason}")
+    layer = {name: Value(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
+    asked = read.strategy()
+    if asked is not None:
+        _check_one(rest.get("strategy"), asked)
+        if rest.get("strategy") is None:
+            layer["strategy"] = Value(asked[0], f"{COMMAND_LINE}: {asked[1]}")
+    return rest, layer, ((f"without effect: {'; '.join(read.ignored)}",) if read.ignored else ())
+
+
+def _check_one(typed: str | None, asked: tuple[str, str]) -> None:
+    """`--use_fsdp --strategy fsdp+tp=2` is one wish; `--use_fsdp --strategy ddp` is two."""
+    text, keys = asked
+    by_deepspeed = text == "deepspeed" and typed is not None and typed.lower() in ENGINES
+    if (
+        typed is None
+        or text == typed
+        or by_deepspeed
+        or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower()))
+    ):
+        return
+    raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")
+
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
 
@@ -50,8 +231,6 @@ class LaunchCommand(GroupedCommand):
 
 
 def _launch(**given: Any) -> None:
-    from headway.cli.misplaced import warning
-
     ctx = click.get_current_context()
     start(**given, warning=warning(ctx, ctx.meta[_RAW]))
 
@@ -71,8 +250,7 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import plan, run, target
-    from headway.launch.machine import clusters, machine, network
+    from headway.launch import clusters, machine, network, plan, run
     from headway.launch.plan import Program
 
     environment = env.snapshot()
@@ -82,7 +260,7 @@ def start(
     with _own_file(config_file, given.get("run_as") is not None, environment) as own_file:
         resolved = settings(given, own_file, force, environment, detected, foreign)
     program = Program(script, script_args, _kind(resolved))
-    target.check(program)
+    run.check(program)
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)

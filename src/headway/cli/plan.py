@@ -16,10 +16,10 @@ from headway.cli.options import (
     model_option,
     option,
 )
-from headway.common.units import format_bytes, format_number, parse_bytes
-from headway.config.layout.mesh import parse
-from headway.config.layout.pipeline import SCHEDULES, PipelineOptions
-from headway.config.strategies import ActivationCheckpointing
+from headway.common.text import format_bytes, format_number, parse_bytes
+from headway.config.engines import ActivationCheckpointing
+from headway.config.mesh import parse
+from headway.config.parallelism import SCHEDULES, PipelineOptions
 from headway.errors import ConfigError
 
 _ABOUT = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.

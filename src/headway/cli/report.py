@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from headway.cli.options import GroupedCommand, examples, option
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 
 _ABOUT = """Draw the runs RUN (folders, or their `log.jsonl`) on one page.
 

@@ -1,11 +1,22 @@
-"""Names in messages, and tables as text."""
+"""Names, bytes and durations as people write and read them, and tables as text."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from headway.errors import ConfigError
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
@@ -17,3 +28,59 @@ def columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
     """
     widths = [max(map(len, cells)) for cells in zip(*rows)]
     return ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+_PREFIXES = list(enumerate("kmgt", 1))
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in _PREFIXES},
+    **{f"{letter}ib": 2 ** (10 * power) for power, letter in _PREFIXES},
+}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Turn `"10GiB"`, `"500 MB"` or a plain number into bytes.
+
+    Decimal units (KB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024; case does not matter.
+
+    Raises:
+        ConfigError: the text is not a size, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ConfigError(f"a size of {size} bytes is negative; give 0 or more")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _FACTORS:
+        units = "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ConfigError(
+            f"{size!r} is not a size; write a number of bytes, or a number with one of {units}, such as '10GiB'"
+        )
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(size: float) -> str:
+    """Write bytes for people, in binary units: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_number(value: float) -> str:
+    """Write a number for people, to three digits and without an exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, digits)
+    return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{digits}f}".rstrip("0").rstrip(".")
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people: 3725 -> '1:02:05', 65 -> '1:05', 4.2 -> '0:04'."""
+    whole = max(0, int(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -2,9 +2,9 @@
 
 A field is the single source of a setting's flag, help, environment variable and key in the config file, so
 that the four cannot drift apart.
-"""
 
-# ruff: noqa: RUF009
+Names that are their text, as Accelerate's enumerations are: torch.compile's backends among them. Torch-free.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,9 +12,44 @@ from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headway.common import env
-from headway.config.layout import outside
-from headway.config.layout.context import ROTATIONS
-from headway.config.spelled import DynamoBackend
+from headway.config import mesh
+from headway.config.layout_request import ROTATIONS
+
+# ruff: noqa: RUF009
+
+
+class Spelled(str, Enum):
+    """Members are their text: `DistributedType.NO == "NO"`, and printing one gives that text."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values."""
+        return [str(member.value) for member in cls]
+
+
+class DynamoBackend(Spelled):
+    """torch.compile's backends, by Accelerate's names."""
+
+    NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER, NVPRIMS_NVFUSER = (
+        "NO",
+        "EAGER",
+        "AOT_EAGER",
+        "INDUCTOR",
+        "AOT_TS_NVFUSER",
+        "NVPRIMS_NVFUSER",
+    )
+    CUDAGRAPHS, OFI, FX2TRT, ONNXRT, TENSORRT, AOT_TORCHXLA_TRACE_ONCE = (
+        "CUDAGRAPHS",
+        "OFI",
+        "FX2TRT",
+        "ONNXRT",
+        "TENSORRT",
+        "AOT_TORCHXLA_TRACE_ONCE",
+    )
+    TORCHXLA_TRACE_ONCE, TVM, HPU_BACKEND, NEURON = "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"
 
 
 class Unset(Enum):
@@ -166,7 +201,7 @@ class LaunchConfig:
         "machines, replicas of these), tp (matrices split), or terms joined by +: fsdp+tp=2. One size may be omitted. zero1, zero2, "
         "zero3, deepspeed: with DeepSpeed.",
         default="ddp",
-        read=outside.spelled,
+        read=mesh.spelled,
     )
     fsdp_reshard_after_forward: Maybe[bool] = _setting(
         _LAYOUT,

@@ -10,20 +10,10 @@ from typing import Any
 
 from headway.common import env
 from headway.common.untrusted import parse_json
-from headway.config.launch import SETTINGS, UNSET, LaunchConfig, Unset
+from headway.config.launch import SETTINGS, LaunchConfig, Unset
+from headway.config.launch import UNSET as UNSET
 from headway.config.values import did_you_mean, from_file, from_text
 from headway.errors import ConfigError
-
-__all__ = [
-    "UNSET",
-    "Resolved",
-    "Value",
-    "asked_num_processes",
-    "environment_layer",
-    "payload",
-    "resolve",
-    "run_setting",
-]
 
 COMMAND_LINE = "command line"
 VERSION = 1

@@ -1,8 +1,20 @@
-"""Settings of a run that the user's code may give: data loading, accumulation, project folders."""
+"""Settings of a run that the user's code may give: data loading, accumulation, project folders, preemption.
 
+What the Accelerator's arguments mean together: windows, loading, project folders, and where they were written.
+
+How a run answers a request to end: which signals, which deadline, and what happens then.
+"""
+
+import signal
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
+from headway.common import env
+from headway.common.callsite import call_site
+from headway.config.load import UNSET, run_setting
 from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
@@ -100,3 +112,153 @@ class ProjectConfiguration:
     def with_defaults(self) -> "ProjectConfiguration":
         """The same with `logging_dir` filled in."""
         return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)
+
+
+def caller() -> str:
+    """`file:line` of the code that builds the Accelerator, for errors about its arguments."""
+    return f"Accelerator(...) at {call_site()}"
+
+
+def windows(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None, origin: str
+) -> GradientAccumulationPlugin:
+    """How micro-batches form an update, from the three arguments that say so."""
+    _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    if plugin is not None and steps is not None:
+        raise ConfigError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+    if global_batch_size is not None and (steps is not None or plugin is not None):
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
+        )
+    if plugin is not None:
+        return plugin
+    chosen, _ = run_setting(
+        "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
+    )
+    return GradientAccumulationPlugin(num_steps=chosen)
+
+
+def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:
+    """Are batches cut into pieces where memory demands it?
+
+    Raises:
+        ConfigError: another word than "auto", or gradients are to travel at every micro-batch.
+    """
+    if microbatching not in (None, "auto"):
+        raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches whole")
+    if microbatching == "auto" and plugin.sync_each_batch:
+        raise ConfigError(
+            "microbatching='auto' lets nothing travel before a window's end, which contradicts sync_each_batch=True; "
+            "drop one of the two"
+        )
+    return microbatching == "auto"
+
+
+def loading_settings(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+    """How loaders split, pad and move batches, from the two arguments that say so."""
+    _check_kind("dataloader_config", config, DataLoaderConfiguration)
+    if config is not None and split_batches and not config.split_batches:
+        raise ConfigError("split_batches=True contradicts dataloader_config.split_batches=False; set it in one place")
+    return config or DataLoaderConfiguration(split_batches=split_batches)
+
+
+def project_settings(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """Where the run keeps files, from the two arguments that say so."""
+    _check_kind("project_config", config, ProjectConfiguration)
+    if config is not None and folder is not None and config.project_dir not in (None, folder):
+        raise ConfigError(
+            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
+        )
+    chosen = config or ProjectConfiguration(project_dir=folder)
+    if chosen.project_dir is None and folder is not None:
+        chosen = replace(chosen, project_dir=folder)
+    return chosen.with_defaults()
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is None or isinstance(given, kind):
+        return
+    shown = f"{kind.__name__}(...)"
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        shown = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    raise ConfigError(
+        f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
+        + f"give {name}={shown}, with {kind.__name__} from headway"
+    )
+
+
+_JOB_END = "SLURM_JOB_END_TIME"
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What asks a run to end, and what it does then: all ranks agree on a point, save there, and end with exit code 75.
+
+    Attributes:
+        signals: names of the signals that ask, to any rank or to the launcher.
+        time_limit: how long the run may take, from the Accelerator on; None: until SLURM ends the job where SLURM says when
+            (SLURM_JOB_END_TIME), else without end.
+        reserve: how long before that end the ranks save: longer than a save and a step take. At most a quarter of the time
+            that is left at the start, so that a run gets on.
+        exits: save and end; False: only `accelerator.preempted` becomes True, on all ranks at the same check, and the loop
+            saves and ends by itself.
+    """
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    time_limit: timedelta | None = None
+    reserve: timedelta = timedelta(minutes=2)
+    exits: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        self.numbers  # noqa: B018  (raises)
+        if self.reserve < timedelta(0) or (self.time_limit is not None and self.time_limit <= timedelta(0)):
+            raise ConfigError(
+                f"Preemption(time_limit={self.time_limit!r}, reserve={self.reserve!r}): a limit above 0, a reserve of 0 or more"
+            )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The signals' numbers.
+
+        Raises:
+            ConfigError: a name that is not a signal, or one that cannot be caught.
+        """
+        allowed = {one.name: int(one) for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP")}
+        unknown = [name for name in self.signals if name not in allowed]
+        if unknown:
+            raise ConfigError(
+                f"Preemption(signals={self.signals!r}): {unknown[0]!r} is not a signal that a process can catch; give names such as "
+                "'SIGTERM' and 'SIGUSR1'"
+            )
+        return tuple(allowed[name] for name in self.signals)
+
+    def end(self) -> float | None:
+        """When to save, in seconds since the epoch; None where nothing says."""
+        now = time.time()
+        end = now + self.time_limit.total_seconds() if self.time_limit is not None else env.get_int(_JOB_END)
+        return None if not end else end - min(self.reserve.total_seconds(), max(0.0, end - now) / 4)
+
+
+def preemption_settings(given: "Preemption | bool | None", project: ProjectConfiguration) -> Preemption | None:
+    """What the Accelerator's argument means; None: signals end the process as ever.
+
+    Args:
+        given: True: as the class says; None: the same where checkpoints have a place of their own, else off.
+        project: where checkpoints go.
+
+    Raises:
+        ConfigError: asked for, but there is no place.
+    """
+    has_place = project.project_dir is not None and project.automatic_checkpoint_naming
+    if given is None:
+        return Preemption() if has_place else None
+    if given is False:
+        return None
+    chosen = Preemption() if given is True else given
+    if not has_place and chosen.exits:
+        raise ConfigError(
+            "preemption saves where accelerator.resume('latest') looks: pass project_config=ProjectConfiguration("
+            "project_dir, automatic_checkpoint_naming=True), or Preemption(exits=False) and save yourself"
+        )
+    return chosen

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.forecasting.device.allocator import AllocationReplay, replay
 from headway.forecasting.device.devices import Device, spread
 from headway.forecasting.timeline import Timeline, timeline

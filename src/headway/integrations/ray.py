@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.accelerator import Accelerator
-from headway.checkpoint.resume.restored import Restored
+from headway.checkpoint.resume.comparison import Restored
 from headway.common.optional import require
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError

@@ -19,13 +19,12 @@ from typing import Any
 
 from headway.common import env
 from headway.common.optional import require
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.config.launch import SETTINGS
 from headway.config.load import Value, resolve
 from headway.config.values import from_file
 from headway.errors import ConfigError, LaunchError
-from headway.launch import plan
-from headway.launch.machine import machine
+from headway.launch import machine, plan
 from headway.launch.plan import LaunchPlan, Program
 from headway.log import get_logger
 

@@ -9,12 +9,12 @@ from typing import Any
 from headway.common import env
 from headway.common.untrusted import whole_number
 from headway.config.launch import DEFAULT_GRACE, SETTINGS
-from headway.config.layout.mesh import Layout
 from headway.config.load import Resolved, payload
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import spread, stand_in
-from headway.launch.machine.clusters import Cluster, ClusterTask, check_agreement
-from headway.launch.machine.machine import VISIBLE, Machine
+from headway.launch.clusters import Cluster, ClusterTask, check_agreement
+from headway.launch.machine import VISIBLE, Machine
 
 # Set by launchers for the processes they start; nobody else should set them.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -313,25 +313,20 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
+    of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_patience", "grace")
     return AgentOrder(
         program,
         num_local,
         num_machines,
-        resolved.get("machine_rank", 0),
-        backend,
-        endpoint,
-        _conf(resolved),
-        resolved.get("rdzv_id", "headway"),
-        max_restarts,
-        resolved.get("monitor_interval", 0.1),
-        log_dir,
-        tee,
-        resolved.get("role", "rank"),
-        resolved.get("enable_cpu_affinity", False),
-        resolved.get("machine_patience", 30.0),
+        backend=backend,
+        endpoint=endpoint,
+        conf=_conf(resolved),
+        run_id=resolved.get("rdzv_id", "headway"),
+        tee=tee,
+        is_bound_to_cores=resolved.get("enable_cpu_affinity", False),
         min_machines=_min_machines(resolved, num_machines, backend),
-        grace=resolved.get("grace", DEFAULT_GRACE),
         secret_file=resolved.get("secret"),
+        **{name: resolved.get(name) for name in of_one_name if resolved.config.is_set(name)},
     )
 
 

@@ -1,12 +1,21 @@
-"""Carries a plan out: the launcher's process becomes the script, or the agent that keeps several workers."""
+"""Looks whether a launch's script can be started, and carries the plan out: the launcher's process becomes script or agent.
 
+Checks that a launch's script or module can be started: before any process starts, and without running it.
+"""
+
+import importlib.machinery
+import importlib.util
 import os
+import re
+import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
-from headway.errors import LaunchError
-from headway.launch.plan import LaunchPlan
+from headway.errors import ConfigError, LaunchError
+from headway.launch.plan import LaunchPlan, Program
 
 
 def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
@@ -42,3 +51,141 @@ def _on_path(program: str) -> str | None:
     import shutil
 
     return shutil.which(program)
+
+
+def check(program: Program) -> None:
+    """See that the script or module is there.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or is nothing that Python runs.
+    """
+    if program.kind == "script":
+        _check_script(program.target)
+    elif program.kind == "module":
+        _check_module(program.target)
+
+
+def _check_script(target: str) -> None:
+    try:
+        is_folder = os.path.isdir(target)
+        if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would wait for who writes into it
+            with open(target, "rb"):
+                pass
+    except FileNotFoundError:
+        raise ConfigError(f"there is no script {target!r} (looked in {Path.cwd()}); {_near(target)}") from None
+    except (OSError, ValueError) as error:
+        shown = target if len(target) <= 80 else f"{target[:60]}... ({len(target)} characters)"
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the script {shown!r} cannot be read: {why}; {_remedy(error)}") from None
+    if is_folder and not Path(target, "__main__.py").is_file():
+        raise ConfigError(
+            f"{target!r} is a folder without a __main__.py; give the script in it{_scripts_in(Path(target))}, or -m to run a module"
+        )
+    if target.endswith((".zip", ".pyz", ".egg")) and not _has_main(target):
+        raise ConfigError(f"{target!r} is not an archive with a __main__.py; give one that `python {target}` runs")
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return "let this user read it (chmod u+r), or start the run as a user who may"
+    return "give the path of a Python file"
+
+
+def _near(target: str) -> str:
+    """What to do about a script that is not there: the name of one like it, else the other ways to say it."""
+    from difflib import get_close_matches
+
+    path = Path(target)
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".py"]
+    except OSError:
+        names = []
+    for name in get_close_matches(path.name, names, n=1):
+        return f"did you mean {path.with_name(name)}?"
+    return "give its path, or -m to run a module, or --no_python to run another program"
+
+
+def _scripts_in(folder: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+    except OSError:
+        return ""
+    return f", such as {folder / names[0]}" if names else ""
+
+
+def _has_main(target: str) -> bool:
+    import zipfile  # costs as much as a tenth of a launch, and few need it
+
+    try:
+        with zipfile.ZipFile(target) as archive:
+            return "__main__.py" in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _check_module(target: str) -> None:
+    if os.sep in target or (target.endswith(".py") and os.path.isfile(target)):
+        name = target.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise ConfigError(
+            f"-m takes the name of a module, and {target!r} is a file's: leave -m out to run the file, or write -m {name}"
+        )
+    if not all(part.isidentifier() for part in target.split(".")):
+        raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
+    missing = _missing(target.split("."))
+    if missing == target:
+        raise ConfigError(
+            f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
+            "start from the folder that holds it, or install it, or leave -m out to run a file"
+        )
+    if missing:
+        raise ConfigError(f"there is no module {target!r}: {missing!r} is not there; correct the name, or install it")
+
+
+def _missing(parts: Sequence[str]) -> str | None:
+    """The first part of the dotted name that is not there, and cannot come to be as its package is imported; None: it is there.
+
+    Nothing is imported, so nothing of the user's runs in the launcher.
+    """
+    with _here_first():
+        spec = _find(parts[0], None)
+        for number, part in enumerate(parts[1:], start=2):
+            if spec is None or spec.submodule_search_locations is None:
+                break
+            folders = list(getattr(spec.submodule_search_locations, "_path", spec.submodule_search_locations))
+            outer, spec = spec, _find(part, folders)
+            if spec is None:
+                return None if _is_dynamic(outer) else ".".join(parts[:number])
+        else:
+            return None if spec is not None else parts[0]
+    return parts[0] if spec is None else ".".join(parts)
+
+
+def _find(name: str, folders: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a top-level module, or of the part `name` of a package in `folders`."""
+    if folders is not None:
+        return importlib.machinery.PathFinder.find_spec(name, folders)
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def _is_dynamic(package: importlib.machinery.ModuleSpec) -> bool:
+    """May the package find its parts by itself? Then only importing it would tell."""
+    try:
+        content = Path(package.origin).read_text(errors="replace") if package.origin else ""
+    except OSError:
+        return True
+    return re.search(r"__path__|sys\.modules|meta_path", content) is not None
+
+
+@contextmanager
+def _here_first() -> Iterator[None]:
+    """Look where `python -m` looks first: in the current folder, unless Python was told not to."""
+    kept = list(sys.path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = kept

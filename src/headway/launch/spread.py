@@ -1,9 +1,8 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
-from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
-from headway.config.layout import mesh, outside, survivors
-from headway.config.layout.mesh import Layout
+from headway.config import layout_choice, mesh
 from headway.config.load import COMMAND_LINE, Resolved
+from headway.config.mesh import Layout
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -19,7 +18,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         ConfigError: it does not fit the processes, or is not there yet.
     """
     text = resolved.get("strategy")
-    if text is None or outside.find(text) is not None:
+    if text is None or mesh.find(text) is not None:
         return None
     asked = mesh.parse(text)
     try:
@@ -39,20 +38,13 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
     Raises:
         ConfigError: the command line gives one.
     """
-    if found is None or found.num_ranks == 1:
+    if found is None:
         return ()
-    is_deepspeed = mesh.parse(resolved.get("strategy")).is_deepspeed
-    notes = []
-    for names, fits, what, remedy in (
-        (OF_SHARDS, found.num_shards > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
-        (("cp_comm_strategy",), found.cp > 1, "context parallelism", "--strategy cp"),
-        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
-    ):
-        for name in names:
-            if fits or not resolved.config.is_set(name):
-                continue
+    strategy, notes = resolved.get("strategy"), []
+    for name, what, remedy in layout_choice.options_of_others(strategy, found):
+        if resolved.config.is_set(name):
             origin = resolved.origin(name)
-            text = f"{name} ({origin}) needs {what}, but the layout is {resolved.get('strategy')}: {found.describe()}"
+            text = f"{name} ({origin}) needs {what}, but the layout is {strategy}: {found.describe()}"
             if origin.startswith(COMMAND_LINE):
                 raise ConfigError(f"{text}; remove it, or add {remedy}")
             notes.append(f"without effect: {text}")
@@ -72,8 +64,8 @@ def after_losses(resolved: Resolved, found: Layout | None, num_machines: int, nu
         return ()
     text, notes = resolved.get("strategy"), []
     for count in reversed(range(fewest, num_machines)):
-        left = survivors.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
-        said = survivors.changed(text, left, num_machines * num_local, count * num_local, num_local)
+        left = layout_choice.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
+        said = layout_choice.changed(text, left, num_machines * num_local, count * num_local, num_local)
         notes += [f"with {count} of {num_machines} machines: {said}"] if said else []
     return tuple(notes)
 

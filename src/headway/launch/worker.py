@@ -18,8 +18,8 @@ from types import CodeType, TracebackType
 
 from headway.common import env
 from headway.errors import LaunchError
+from headway.runtime import heartbeat
 from headway.runtime.ending import leave
-from headway.runtime.heartbeat import thread as heartbeat
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 

@@ -17,7 +17,7 @@ import torch
 from headway.common import optional
 from headway.common.optional import Later
 from headway.errors import ConfigError, DeviceUnavailable
-from headway.launch.machine.control_group import control_groups
+from headway.launch.machine import control_groups
 from headway.memory.free import free_and_total
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware

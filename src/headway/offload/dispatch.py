@@ -9,13 +9,20 @@ from torch import nn
 
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.offload.dat_folder import OffloadedWeightsLoader, fitted
 from headway.offload.execution import Execution, undispatch
 from headway.offload.load import check_kind, load
-from headway.offload.offload_folder import existing, offload
+from headway.offload.offload_folder import OffloadedWeightsLoader, existing, fitted, offload
 from headway.offload.placement.budget import Device, check_presence
-from headway.offload.placement.device_map import DeviceMap, resolve_device_map
-from headway.offload.placement.homes import CPU, DISK, Home, Placement, compute_device, settle
+from headway.offload.placement.device_map import (
+    CPU,
+    DISK,
+    DeviceMap,
+    Home,
+    Placement,
+    compute_device,
+    resolve_device_map,
+    settle,
+)
 from headway.offload.placement.sizes import Dtype
 from headway.weights.names import TensorLocation, assign, is_mapped, places_of, tied_groups
 from headway.weights.shards import TensorSpec

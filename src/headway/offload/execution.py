@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.log import get_logger
-from headway.offload.pinning import pin, pinnable
 from headway.offload.placement.budget import available_memory
-from headway.offload.placement.homes import CPU, DISK, Home, Placement
+from headway.offload.placement.device_map import CPU, DISK, Home, Placement
 from headway.offload.readahead import ReadAhead
 from headway.offload.spread import EXECUTION
 from headway.offload.stream import DeviceStream
-from headway.offload.transport import HostTransport, transport_to
+from headway.offload.transport import HostTransport, pin, pinnable, transport_to
 from headway.runtime.collectives.tree import tensors, to_device
-from headway.runtime.side_streams import StreamPoint
+from headway.runtime.transfers import StreamPoint
 from headway.weights.names import TensorLocation, is_mapped, own_places, places_of
 
 logger = get_logger(__name__)

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.offload.offload_folder import offload
 from headway.offload.placement.budget import Device
-from headway.offload.placement.device_map import resolve_device_map
-from headway.offload.placement.homes import CPU, DISK, Home, is_offloaded, settle
+from headway.offload.placement.device_map import CPU, DISK, Home, is_offloaded, resolve_device_map, settle
 from headway.offload.placement.sizes import Dtype, as_dtype
 from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
 from headway.weights.names import Conversion, TensorLocation, TensorSources, assign, match, places_of, tied_groups

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.text import columns
-from headway.common.units import format_bytes
-from headway.config.strategies import EngineOptions
+from headway.common.text import columns, format_bytes
+from headway.config.engines import EngineOptions
 from headway.config.values import check_count
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import budget_of, find, room

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.units import format_bytes
-from headway.config.layout.mesh import Layout, parse
-from headway.config.strategies import collect_options
+from headway.common.text import format_bytes
+from headway.config.engines import collect_options
+from headway.config.mesh import Layout, parse
 from headway.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES

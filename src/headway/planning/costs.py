@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.planning.bubble import StageTimeline, simulate
 from headway.planning.dry_run.meter import SHARED, PlanEvent

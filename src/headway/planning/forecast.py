@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from headway.config.strategies import ActivationCheckpointing, EngineOptions, collect_options
+from headway.config.engines import ActivationCheckpointing, EngineOptions, collect_options
 from headway.config.values import check_count
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from headway.common.text import columns
-from headway.common.units import format_bytes, format_number
+from headway.common.text import columns, format_bytes, format_number
 from headway.offload.placement.workload import Workload
 from headway.planning import inference
 from headway.planning.sources import skeleton_from

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.layout.mesh import Layout, parse
-from headway.config.strategies import DDPCommunicationHookType, EngineOptions
+from headway.config.engines import DDPCommunicationHookType, EngineOptions
+from headway.config.mesh import Layout, parse
 from headway.config.values import check_count
 from headway.errors import UnsupportedError
 from headway.forecasting.tracing.buckets import replica
@@ -19,7 +19,7 @@ from headway.planning.dry_run.parked import moved_to_host
 from headway.planning.dry_run.preparation import as_rank, spread
 from headway.strategies.base import Strategy
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 _OFFLOADED = (
     "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "

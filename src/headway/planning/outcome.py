@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.trial import StateOf, StepDryRun
 from headway.planning.shares import RankGroups, TensorShare

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from headway.config.layout.mesh import Layout
-from headway.strategies.fully_sharded.gradients import local
+from headway.config.mesh import Layout
+from headway.strategies.fully_sharded.dtensors import local
 
 _BOTH = "shard_cp"
 """The mesh's name for shards and the parts of a sequence together: ranks along cp share parameters, too."""

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from headway.common.text import columns
-from headway.common.units import format_bytes, format_number
+from headway.common.text import columns, format_bytes, format_number
 
 # Each of these prints itself by this file, which therefore imports none of them.
 Comparison: TypeAlias = Any

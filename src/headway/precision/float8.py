@@ -7,15 +7,16 @@ parameters under the same names. Scales are dynamic: nothing is kept from step t
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headway.common.optional import require
-from headway.config.float8 import Float8Options
-from headway.config.strategies import EngineOptions
+from headway.common.text import listed
+from headway.config.engines import EngineOptions, Float8Options
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.log import get_logger
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)
@@ -26,13 +27,6 @@ _MULTIPLE = 16
 _NUM_NAMES = 3
 _LEAST = (8, 9)
 """The first compute capability of CUDA with float8 matrix units: Ada (L4, RTX 40); then Hopper."""
-
-
-class AmaxGroup(Protocol):
-    """Those that must convert the same layers."""
-
-    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """By rank, what each gave."""
 
 
 def check_float8(name: str, hardware: Hardware, options: EngineOptions) -> None:
@@ -78,7 +72,7 @@ def _lack(hardware: Hardware) -> str | None:
     return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no float8 matrix units"
 
 
-def convert_model(model: torch.nn.Module, options: Float8Options, ranks: AmaxGroup | None = None) -> torch.nn.Module:
+def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Collectives | None = None) -> torch.nn.Module:
     """Let linear layers of a model compute in float8, in place; those that do already are left as they are.
 
     Args:
@@ -173,7 +167,7 @@ def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
     return False
 
 
-def _agree(model: torch.nn.Module, names: list[str], ranks: AmaxGroup) -> None:
+def _agree(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
     rows = ranks.gather_numbers([float(len(names)), float(zlib.crc32("\n".join(names).encode()))])
     if any(row != rows[0] for row in rows):
         counts = ", ".join(str(int(row[0])) for row in rows)
@@ -222,5 +216,4 @@ def _tell(
 
 
 def _names(names: list[str]) -> str:
-    shown = ", ".join(name or "itself" for name in names[:_NUM_NAMES])
-    return shown + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
+    return listed([name or "itself" for name in names], _NUM_NAMES)

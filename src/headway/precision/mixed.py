@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import FullPrecision, GradientParts, Precision
+from headway.precision.base import GradientParts, Precision
 from headway.precision.float8 import check_float8
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)
 
 
-class Bf16Precision(FullPrecision):
+class Bf16Precision(Precision):
     """Forward passes autocast to bfloat16; weights, gradients and optimizer state keep their dtype."""
 
     name = "bf16"
@@ -241,7 +241,7 @@ def build_precision(
     """
     check_float8(name, hardware, options)
     if name == "no":
-        return FullPrecision()
+        return Precision()
     if name in ("bf16", "fp8"):
         if not hardware.supports_bf16():
             raise UnsupportedError(

@@ -1,14 +1,21 @@
-"""The trail: the exchanges of the batch in hand since its last vote, so that a rank which fell out of them can find back.
+"""Collectives as they were called: the ring of all of them for the hang watch, and the trail of the batch in hand.
 
 Under sharded layouts a forward is full of exchanges. A rank whose memory ran out in one of them cannot know which ones the others
 have still ahead of them; but they do them in the same order as every rank, and each notes its own here before it enters it.
 Only when a rank asks are they told to others. Torch-free.
+
+The ledger: a small ring of the collectives this process entered and left, with the user's line for each.
 """
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from headway.common.callsite import call_site
+from headway.runtime import pulse
 
 VOTE = "vote"
 """What the exchange is called that ends a round."""
@@ -102,3 +109,34 @@ def read(text: str | bytes) -> Step:
 def is_vote(step: Sequence[Any]) -> bool:
     """Does it end the round?"""
     return step[1:3] == ["numbers", VOTE]
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One collective: its number in this ledger, its kind, the user's line, what was handed in; its number in the pulse."""
+
+    sequence: int
+    operation: str
+    call_site: str
+    detail: str
+    number: int = 0
+
+
+class CollectiveLedger:
+    """The last `size` collectives, oldest first."""
+
+    def __init__(self, size: int = 200) -> None:
+        self.entries: deque[LedgerEntry] = deque(maxlen=size)
+        self.sequence = 0
+
+    def record(self, operation: str, detail: str = "") -> LedgerEntry:
+        """Note that a collective is entered now."""
+        self.sequence += 1
+        site = call_site()
+        entry = LedgerEntry(self.sequence, operation, site, detail, pulse.own().enter(operation, site))
+        self.entries.append(entry)
+        return entry
+
+    def leave(self, entry: LedgerEntry) -> None:
+        """Note that all ranks have come to this collective: those of its parts that follow cannot miss one."""
+        pulse.own().leave(entry.number)

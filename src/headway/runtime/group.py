@@ -2,20 +2,23 @@
 
 gloo's connections close when a process lets go of them, which wakes its peers. NCCL's kernels wait on the device: to end such a
 group is an exchange of its own, and a rank that is gone leaves the others inside.
+
+Many tensors in one launch: a kernel of NCCL's for each tensor costs more than what it carries, where there are hundreds.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DistError
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from headway.errors import ConfigError
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import wait_for
-from headway.runtime.heartbeat import flight_recorder as recorder
+from headway.runtime import heartbeat as recorder
+from headway.runtime.control_plane.store import SealedStore, wait_for
 
 CPU_ENGINE = "gloo"
 """What carries CPU tensors, handshakes among them."""
@@ -126,3 +129,40 @@ def have_all_come(store: SealedStore, rank: int, world_size: int, patience: time
         return store.set_once("end/together", _YES if come else _NO) == _YES
     except DistError:  # its host is gone
         return False
+
+
+def start_all(
+    found: Iterable[torch.Tensor],
+    group_of: Callable[[torch.Tensor], dist.ProcessGroup | None],
+    start: Callable[[torch.Tensor], Any],
+    *,
+    is_sum: bool,
+) -> list[Any]:
+    """Start an exchange of each tensor; those of one device and type in one launch, where their engine can.
+
+    Args:
+        found: the same number, in the same order, on all ranks.
+        group_of: in which group a tensor travels.
+        start: begins the asynchronous exchange of one tensor in that group.
+        is_sum: an all-reduce, for which engines have an operation of its own; of others they bracket the launches.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in found:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    under_way: list[Any] = []
+    for (device, _), tensors in alike.items():
+        group = group_of(tensors[0])
+        if len(tensors) > 1 and can_coalesce(group, device):
+            with _coalescing_manager(group, None if is_sum else device, async_ops=True) as several:
+                for tensor in tensors:
+                    start(tensor)
+            under_way.append(several)
+        else:
+            under_way += [start(tensor) for tensor in tensors]
+    return under_way
+
+
+def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Does the engine of this device take several tensors at once? gloo would copy them into one, for which nobody has asked."""
+    whole = group if group is not None else dist.group.WORLD
+    return bool(getattr(whole._get_backend(device), "supports_coalescing", False))  # type: ignore[union-attr]

@@ -19,12 +19,10 @@ from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import UNSET, asked_num_processes, promised_device, run_setting
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime import group
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import StoreAddress, StoreLink, check_in, host_beside, meet
+from headway.runtime import group, pulse
+from headway.runtime.control_plane.store import SealedStore, StoreAddress, StoreLink, check_in, host_beside, meet
 from headway.runtime.device import CPU, Hardware, by_name, detect
 from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
-from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 

@@ -1,8 +1,17 @@
-"""The global random streams of this process: seeding them all, reading them and putting them back."""
+"""The global random streams of this process: seeding them all, reading them and putting them back.
 
+torch's global random stream on the host, read and written by one thread at a time.
+
+A generator's own lock is taken with the interpreter's lock held, and reading its state may give that one up before the
+generator's is free again: two threads that read at once can wait for each other for ever (torch 2.13, `THPGenerator_getState`).
+A loader of a stream reads it at each batch, in whichever thread the loop runs.
+"""
+
+import os
 import pickle
 import random
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +21,26 @@ import torch
 
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.runtime import torch_stream
 from headway.runtime.device import Hardware
 from headway.runtime.process import current
+
+_ONE_AT_A_TIME = threading.Lock()
+# A worker that is forked while another thread reads must not wait for that thread, which it does not have.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def read_torch() -> torch.Tensor:
+    """`torch.get_rng_state`."""
+    with _ONE_AT_A_TIME:
+        return torch.get_rng_state()
+
+
+def write_torch(state: torch.Tensor) -> None:
+    """`torch.set_rng_state`."""
+    with _ONE_AT_A_TIME:
+        torch.set_rng_state(state)
+
 
 log = get_logger(__name__)
 
@@ -103,7 +129,7 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
     if "numpy" in rng_types and "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in rng_types:
-        states["torch"] = torch_stream.read()
+        states["torch"] = read_torch()
     if "device" in rng_types and (read := _device_stream("get_rng_state")) is not None:
         states["device"] = read()
     if "generator" in rng_types and generator is not None:
@@ -131,7 +157,7 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
-        torch_stream.write(states["torch"])
+        write_torch(states["torch"])
     if "device" in states and (write := _device_stream("set_rng_state")) is not None:
         write(states["device"])
     if "generator" in states and generator is not None:

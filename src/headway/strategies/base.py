@@ -1,4 +1,7 @@
-"""What a strategy is: the narrow set of questions that a way of spreading a model over processes answers."""
+"""What a strategy is: the narrow set of questions that a way of spreading a model over processes answers.
+
+One process: plain PyTorch.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,8 +15,8 @@ from headway.errors import CollectiveError, PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from headway.weights.moving import move
+from headway.runtime.transfers import move
+from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
@@ -373,3 +376,9 @@ class Strategy:
 
     def settle(self) -> None:
         """Values were put into what `export_state` gives, and states into optimizers: go on from them. All ranks call it."""
+
+
+class SingleStrategy(Strategy):
+    """The model as it is, on the one process there is."""
+
+    name = "single"

@@ -2,20 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from headway.config.float8 import Float8Options
-from headway.config.layout import mesh, outside
-from headway.config.layout.choice import ResolvedLayout
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.strategies import EngineOptions
+from headway.config import mesh
+from headway.config.engines import EngineOptions, Float8Options
+from headway.config.layout_choice import ResolvedLayout
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions, ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Strategy
-from headway.strategies.data_parallel.ddp import DDPStrategy
-from headway.strategies.data_parallel.replica import ReplicaStrategy
+from headway.strategies.base import SingleStrategy, Strategy
+from headway.strategies.ddp import DDPStrategy
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.strategies.single import SingleStrategy
+from headway.strategies.replica import ReplicaStrategy
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -36,7 +33,7 @@ def choose_strategy(
         ConfigError: neither of both; or what was registered is no strategy.
         UnsupportedError: a layout that is not there yet.
     """
-    registered = outside.find(chosen.text)
+    registered = mesh.find(chosen.text)
     if registered is not None:
         return _load(registered, chosen.text, collectives, chosen.options)
     return build_strategy(collectives, chosen.options, chosen.layout, number_format, is_deferred, chosen.deepspeed)

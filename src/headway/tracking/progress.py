@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from headway.common import env, scope
-from headway.common.units import format_bytes, format_seconds
+from headway.common.text import format_bytes, format_seconds
 from headway.errors import ConfigError
 from headway.runtime import events
 from headway.runtime.process import current
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.tracking.notebook_bar import NotebookBar, in_notebook
 
 Item = TypeVar("Item")

@@ -13,13 +13,12 @@ from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
 from headway.log import get_logger
-from headway.memory.batch_size.find import find_executable_batch_size
+from headway.memory.batch_size import find_executable_batch_size
 from headway.memory.free import free_address_space
-from headway.trainer.collate import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns
-from headway.trainer.data import length_of
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.checkpoints import next_number
+from headway.trainer.data import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns, length_of
 from headway.trainer.loss import LossFunction, LossOf, take_count
-from headway.trainer.records import next_number
-from headway.trainer.settings.arguments import TrainingArguments
 
 log = get_logger(__name__)
 

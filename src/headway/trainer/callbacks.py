@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.trainer.settings.arguments import TrainingArguments
+from headway.trainer.arguments import TrainingArguments
 
 EVENTS = tuple(
     """

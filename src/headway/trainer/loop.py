@@ -15,14 +15,12 @@ from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, DataError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import find_batch_size
+from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.trainer.collate import Batch
-from headway.trainer.data import length_of
-from headway.trainer.log import TrainingLog
+from headway.trainer.checkpoints import checkpoint_path, load_weights, note_best
+from headway.trainer.data import Batch, length_of
 from headway.trainer.loss import LossBook, take_count
-from headway.trainer.records import checkpoint_path, load_weights, note_best
-from headway.trainer.results import Metrics, TrainOutput, speed
-from headway.trainer.settings.arguments import TrainingArguments
+from headway.trainer.results import Metrics, TrainingLog, TrainOutput, speed
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from headway.accelerator import Accelerator
 from headway.errors import ConfigError, LossError
 from headway.runtime.collectives.tree import Tree
-from headway.trainer.collate import IGNORED, NUM_ITEMS, Batch, LabelCount, forward_parameters, is_shifted
+from headway.trainer.data import IGNORED, NUM_ITEMS, Batch, LabelCount, forward_parameters, is_shifted
 
 LossFunction = Callable[..., torch.Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from headway.errors import ConfigError, StateError
-from headway.trainer.settings.arguments import TrainingArguments
+from headway.trainer.arguments import TrainingArguments
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),

@@ -17,26 +17,22 @@ from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.seed import set_seed
-from headway.trainer import builder
+from headway.runtime.transfers import move
+from headway.trainer import builder, results
+from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
-from headway.trainer.collate import Batch, Collate
-from headway.trainer.continuing import Continuation, check_folder
-from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
+from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, settings_of
+from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.evaluation.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.evaluation.metrics import Measure
 from headway.trainer.evaluation.sanity_check import EvaluationSanityCheck
-from headway.trainer.log import Log, TrainingLog
+from headway.trainer.legacy import LegacyMembers, check_overrides
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
-from headway.trainer.records import TrainerRecord, settings_of
-from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
-from headway.trainer.settings.arguments import TrainingArguments
-from headway.trainer.settings.legacy import LegacyMembers, check_overrides
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
-from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -163,7 +159,7 @@ class Trainer(LegacyMembers):
         self._events = Events(
             args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self._get_callback_arguments, self._new_state()
         )
-        self._log_to(Log(args, self.accelerator, self._events))
+        self._log_to(results.Log(args, self.accelerator, self._events))
         self.tell("on_init_end")
 
     def _set_model(self, model: torch.nn.Module) -> None:
@@ -188,7 +184,7 @@ class Trainer(LegacyMembers):
         resume_from_checkpoint: str | Path | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    ) -> results.TrainOutput:
         """Train to the end; every rank calls it. A second call is a new training, from the model as it is.
 
         Args:
@@ -218,7 +214,7 @@ class Trainer(LegacyMembers):
         self._start_training()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
-                run_log = TrainingLog(args, self.accelerator, self._events, monitor)
+                run_log = results.TrainingLog(args, self.accelerator, self._events, monitor)
                 losses = LossBook(self.accelerator)
                 self.is_in_train = True
                 self._log_to(run_log)
@@ -303,7 +299,7 @@ class Trainer(LegacyMembers):
         builder.release_model(self.args, accelerator, self.model)
         accelerator.stop_watching()  # an evaluation that follows has nothing to save
         self.train_dataloader = None
-        self._log_to(Log(self.args, accelerator, self._events))
+        self._log_to(results.Log(self.args, accelerator, self._events))
 
     def _drop_optimizer_state(self) -> None:
         """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
@@ -316,7 +312,7 @@ class Trainer(LegacyMembers):
         self.optimizer = made if given is None else given
         self.lr_scheduler = schedule if given_schedule is None else given_schedule
 
-    def _log_to(self, run_log: Log) -> None:
+    def _log_to(self, run_log: results.Log) -> None:
         """Log there, and evaluate with the Accelerator that is in use now: in a training, or outside one."""
         self._log = run_log
         self._evaluator = Evaluator(self.accelerator, self._events, run_log, self, self.is_in_train)
@@ -475,7 +471,7 @@ class Trainer(LegacyMembers):
         eval_dataset: EvalData | str | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-    ) -> Metrics:
+    ) -> results.Metrics:
         """The loss and the metrics on the evaluation data; every rank calls it and gets the same.
 
         The loss is the exact mean over all samples (over all labels that count, where the model has such), on any number of
@@ -495,7 +491,7 @@ class Trainer(LegacyMembers):
         """
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, dict):
-            found: Metrics = {}
+            found: results.Metrics = {}
             for name, dataset in several.items():
                 chosen = name if eval_dataset is None else dataset
                 found.update(self._evaluate_one(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
@@ -504,7 +500,7 @@ class Trainer(LegacyMembers):
         self.tell("on_evaluate", metrics=found)
         return found
 
-    def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> Metrics:
+    def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> results.Metrics:
         with self._evaluator.session(self.model, self.optimizer) as session:
             loader = self._eval_loader(dataset)
             if self._overrides("evaluation_loop"):
@@ -564,7 +560,7 @@ class Trainer(LegacyMembers):
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    ) -> results.EvalLoopOutput:
         """One pass over a loader, with all predictions in host memory; every rank calls it and gets all of them.
 
         `evaluate` and `predict` call it where a subclass overrides it; without that `evaluate` keeps no predictions that the
@@ -582,7 +578,7 @@ class Trainer(LegacyMembers):
             measure = self._measure(prediction_loss_only)
             return self._evaluator.collect(session, loader, measure, ignore_keys, metric_key_prefix)
 
-    def prediction_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> results.EvalLoopOutput:
         """The old name of `evaluation_loop`."""
         return self.evaluation_loop(*args, **kwargs)
 
@@ -622,7 +618,7 @@ class Trainer(LegacyMembers):
 
     def predict(
         self, test_dataset: Data, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
+    ) -> results.PredictionOutput:
         """Predictions for a dataset, as arrays in its order; every rank gets all of them.
 
         They lie in host memory together; `iterate_predictions` gives them batch by batch.
@@ -638,7 +634,7 @@ class Trainer(LegacyMembers):
                 loader, "Prediction", False, ignore_keys, metric_key_prefix
             )
         self.tell("on_predict", metrics=found)
-        return PredictionOutput(predictions, labels, found)
+        return results.PredictionOutput(predictions, labels, found)
 
     def iterate_predictions(
         self, test_dataset: Data, ignore_keys: list[str] | None = None
@@ -705,7 +701,7 @@ class Trainer(LegacyMembers):
         """Take out a callback, by object or class."""
         self.callbacks.pop(callback)
 
-    def log(self, logs: Metrics, start_time: float | None = None) -> None:
+    def log(self, logs: results.Metrics, start_time: float | None = None) -> None:
         """Log values: to `state.log_history`, callbacks, the run's log and its trackers.
 
         Args:
@@ -740,14 +736,14 @@ class Trainer(LegacyMembers):
         folder = Path(output_dir or self.args.output_dir or ".")
         self._files().save_model(self.model, self.processing_class, folder, state_dict)
 
-    def _files(self) -> TrainerFiles:
-        return TrainerFiles(self.args, self.accelerator)
+    def _files(self) -> results.TrainerFiles:
+        return results.TrainerFiles(self.args, self.accelerator)
 
     def save_state(self) -> None:
         """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""
         self._files().save_state(self.state)
 
-    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
+    def save_metrics(self, split: str, metrics: results.Metrics, combined: bool = True) -> None:
         """Write metrics to `<output_dir>/<split>_results.json`, from the main process.
 
         Args:

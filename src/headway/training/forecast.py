@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headway.common import env
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.answer import Forecast
 from headway.forecasting.device.devices import Device, budget_of, find

@@ -1,6 +1,6 @@
 """How a global batch that the script asks for is made up of the ranks' batches."""
 
-from headway.config.layout.survivors import launched_on
+from headway.config.layout_choice import launched_on
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError
 from headway.log import get_logger

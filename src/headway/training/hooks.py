@@ -1,10 +1,25 @@
-"""Who hears of the moments of a training step."""
+"""Who looks on at a training step: the functions that hear of its moments, and what is told where nobody asked for a guard.
 
+Told, not prevented, and so nobody waits: a loss that lies on a device is read an update late. What prevents is `finite.py`.
+"""
+
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
+
+from headway.common import scope
+from headway.log import get_logger
+from headway.runtime import events, process
+from headway.runtime.control_plane import control
+from headway.runtime.process import ProcessRuntime
+from headway.runtime.transfers import Readback
+from headway.strategies.fully_sharded.dtensors import local
+from headway.training.windows import AccumulationWindows, UpdateClock
 
 
 @dataclass
@@ -34,3 +49,121 @@ class StepHooks:
     reduced: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     phases: list[Callable[[str], None]] = field(default_factory=list)
+
+
+log = get_logger(__name__)
+
+_NUM_HOPELESS = 20
+"""After so many halvings of fp16's usual scale, 65536, it is below 1: what overflows now is not the scale's doing."""
+
+
+class NonFiniteNotice:
+    """Tells once, on one rank, that a loss was not finite.
+
+    Args:
+        windows: of the run.
+        clock: the run's.
+        runtime: this process.
+    """
+
+    def __init__(self, windows: AccumulationWindows, clock: UpdateClock, runtime: ProcessRuntime) -> None:
+        self._windows = windows
+        self._clock = clock
+        self._runtime = runtime
+        self._key = f"non_finite/{next(scope.own(_numbers))}"
+        self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=4096)
+        self._asked: deque[tuple[int, list[int], Readback]] = deque()
+        self._is_told = False
+        process.at_end(self._read_all)
+
+    def note(self, loss: torch.Tensor) -> None:
+        """A loss that is not finite, or lies where it cannot be read at once."""
+        if not self._is_told:
+            micro_batch, plain = self._windows.current.num_done, local(loss.detach())
+            if plain.device.type == "cpu":
+                self._tell(self._clock.num_updates + 1, micro_batch, plain.item())
+            else:
+                self._losses.append((micro_batch, plain))
+
+    def look(self) -> None:
+        """An update is about to be made: ask for its losses, and read those of earlier ones that have come."""
+        while self._asked and self._asked[0][-1].is_there:
+            self._read()
+        if self._losses:
+            numbers, losses = zip(*self._losses)
+            self._losses.clear()
+            together = losses[0].reshape(1) if len(losses) == 1 else torch.stack(losses)
+            self._asked.append((self._clock.num_updates + 1, list(numbers), Readback(together)))
+
+    def _read_all(self) -> None:
+        while self._asked:
+            self._read()
+
+    def _read(self) -> None:
+        update, numbers, asked = self._asked.popleft()
+        for micro_batch, loss in zip(numbers, asked.read().tolist()):
+            if not math.isfinite(loss) and not self._is_told:
+                self._tell(update, micro_batch, loss)
+
+    def _tell(self, update: int, micro_batch: int, loss: float) -> None:
+        """A gradient that is not finite spoils the weights of all ranks, and so their next losses: the first to come speaks."""
+        self._is_told = True
+        rank = self._runtime.rank
+        told = {str(rank): f"{loss} in micro-batch {micro_batch}"}
+        events.notify("non_finite", source=self._clock, update=update, action="none", losses=told)
+        if control.current().set_once(self._key, str(rank).encode()) != str(rank).encode():
+            return
+        cause = f", or a gradient of update {update - 1} was not finite" if update > 1 else ""
+        log.warning(
+            "update %d: the loss of micro-batch %d was %s on rank %d%s. Training goes on with it, and nothing after it is likely to "
+            "be of use: Accelerator(on_non_finite='skip'), 'stop' or 'raise' leaves such an update out on all ranks, and names "
+            "gradients too (docs/non_finite.md)",
+            update,
+            micro_batch,
+            loss,
+            rank,
+            cause,
+            main_process_only=False,
+        )
+
+
+class SkippedUpdates:
+    """Counts the updates that fp16's scaler leaves out.
+
+    Args:
+        windows: of the run.
+        clock: keeps the count.
+    """
+
+    def __init__(self, windows: AccumulationWindows, clock: UpdateClock) -> None:
+        self._windows = windows
+        self._clock = clock
+
+    def note(self) -> None:
+        """An optimizer of the closed window was not allowed its step."""
+        clock = self._clock
+        if not clock.skip(self._windows.current.number):
+            return
+        events.notify("skipped_update", source=clock, num_skipped=clock.num_skipped)
+        if self._fact not in events.facts():
+            events.facts().append(self._fact)
+            process.at_end(self._leave_bars)
+        if clock.num_skipped == _NUM_HOPELESS and not clock.num_updates:
+            log.warning(
+                "fp16 has skipped all of the first %d updates: nothing was learned. Gradients overflow whatever the scale, so losses "
+                "or weights are not finite, or values in the model exceed 65504, float16's largest (a mask of -1e9, a large norm). "
+                "mixed_precision='bf16' has float32's range; on_non_finite='raise' says whether it is the loss",
+                clock.num_skipped,
+            )
+
+    def _fact(self) -> str:
+        return f"{self._clock.num_skipped} updates skipped"
+
+    def _leave_bars(self) -> None:
+        if self._fact in events.facts():
+            events.facts().remove(self._fact)
+
+
+def _numbers() -> "count[int]":
+    """Numbers the notices of this process; every rank makes the same ones."""
+    return count()

@@ -1,6 +1,6 @@
 """Gathering per-sample results: each rank drops its padding, then rows are joined in the data's order."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -34,10 +34,9 @@ def gather_for_metrics(
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
     plan = _Gathering(num_rows, num_valid, _full_size(loader), use_gather_object, collectives)
-    shape = plan.read(tree)
-    tensors = collectives.gather(plan.tensors)
-    parts = collectives.gather_objects(plan.sequences) if plan.sequences else []
-    return _rebuild(shape, tensors, parts)
+    put_together = plan.read(tree)
+    plan.gather()
+    return put_together()
 
 
 def look_for_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -> None:
@@ -87,29 +86,38 @@ class _Gathering:
         self.is_list_per_sample = is_list_per_sample
         self.tensors: list[torch.Tensor] = []
         self.sequences: list[Any] = []
+        self._joined: Iterator[torch.Tensor] = iter(())
+        self._lists: Iterator[Sequence[Any]] = iter(())
 
-    def read(self, tree: Tree) -> Any:
-        """The tree with each leaf replaced by where its gathered value will be."""
+    def gather(self) -> None:
+        """All ranks give what was read."""
+        self._joined = iter(self.collectives.gather(self.tensors))
+        self._lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
+
+    def read(self, tree: Tree) -> Callable[[], Any]:
+        """Note the leaves; returns what puts their gathered values together as the tree is."""
         if isinstance(tree, torch.Tensor):
             self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
             self.tensors.append(tree[: self.num_valid])
-            return ("tensor", len(self.tensors) - 1)
+            return lambda: next(self._joined)
+        if isinstance(tree, Mapping):
+            named = {key: self.read(value) for key, value in tree.items()}
+            return lambda: {key: value() for key, value in named.items()}
+        if isinstance(tree, tuple) or (isinstance(tree, list) and self._is_structure(tree)):
+            kind, values = type(tree) if isinstance(tree, tuple) else list, [self.read(value) for value in tree]
+            is_named = hasattr(kind, "_fields")
+            return lambda: kind(*(each() for each in values)) if is_named else kind(each() for each in values)
         if isinstance(tree, numpy.ndarray):
             self._check(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
-            return self._sequence(tree)
-        if isinstance(tree, Mapping):
-            return ("dict", {key: self.read(value) for key, value in tree.items()})
-        if isinstance(tree, tuple):
-            return ("tuple", [self.read(value) for value in tree], type(tree))
-        if isinstance(tree, list):
-            if self._is_structure(tree):
-                return ("list", [self.read(value) for value in tree])
+        elif isinstance(tree, list):
             self._check(len(tree), f"a list of {len(tree)} items")
-            return self._sequence(tree)
-        raise MetricError(
-            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
-            "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
-        )
+        else:
+            raise MetricError(
+                f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
+                "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
+            )
+        self.sequences.append(tree[: self.num_valid])
+        return lambda: _joined(next(self._lists))
 
     def _is_structure(self, values: list[Any]) -> bool:
         is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)
@@ -154,23 +162,10 @@ class _Gathering:
             self.num_valid,
         )
 
-    def _sequence(self, values: Any) -> Any:
-        self.sequences.append(values[: self.num_valid])
-        return ("sequence", len(self.sequences) - 1)
 
-
-def _rebuild(shape: Any, tensors: list[torch.Tensor], parts: list[list[Any]]) -> Any:
-    kind, inner = shape[0], shape[1]
-    if kind == "tensor":
-        return tensors[inner]
-    if kind == "dict":
-        return {key: _rebuild(value, tensors, parts) for key, value in inner.items()}
-    if kind == "list":
-        return [_rebuild(value, tensors, parts) for value in inner]
-    if kind == "tuple":
-        values = [_rebuild(value, tensors, parts) for value in inner]
-        return shape[2](*values) if hasattr(shape[2], "_fields") else shape[2](values)
-    pieces = [part[inner] for part in parts]
-    if isinstance(pieces[0], numpy.ndarray):
-        return numpy.concatenate(pieces)
-    return [item for piece in pieces for item in piece]
+def _joined(pieces: Sequence[Any]) -> Any:
+    return (
+        numpy.concatenate(pieces)
+        if isinstance(pieces[0], numpy.ndarray)
+        else [each for piece in pieces for each in piece]
+    )

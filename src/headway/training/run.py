@@ -3,8 +3,8 @@
 import weakref
 from typing import Any, ClassVar
 
-from headway.config.compiling import TorchDynamoPlugin
-from headway.config.layout.choice import ResolvedLayout
+from headway.config.engines import TorchDynamoPlugin
+from headway.config.layout_choice import ResolvedLayout
 from headway.runtime.collectives.checked import Collectives
 from headway.training.windows import AccumulationWindows
 

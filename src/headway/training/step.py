@@ -23,10 +23,8 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
-from headway.training.checks.first_window import BY_HAND, FirstWindow
-from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
-from headway.training.checks.losses import refuse_loss, refuse_weight
-from headway.training.hooks import StepHooks
+from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight
+from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.model_turns import TWO_TURNS, ModelTurns
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
@@ -36,7 +34,6 @@ from headway.training.windows import (
     AccumulationWindows,
     BatchPiece,
     LossPolicy,
-    WeightedMean,
 )
 
 log = get_logger(__name__)
@@ -44,8 +41,8 @@ log = get_logger(__name__)
 _AS_IT_COMES = nullcontext()
 
 
-class NoGuard:
-    """Prevents nothing.
+class StepGuard:
+    """Watches the numbers of a step. This one prevents nothing.
 
     Args:
         notice: is told of losses that are not finite, or may be; None where tensors have no values.
@@ -58,30 +55,30 @@ class NoGuard:
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is."""
+        """The loss that backward is run on."""
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """On a CPU, reading it waits for nobody."""
+        """It has run; a pipeline computes the loss's value in it."""
         if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
             self._notice.note(loss)
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Nothing is computed."""
+        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
         return None
 
     def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Nothing is noted."""
+        """They have been."""
 
     def permits(self) -> bool:
-        """Always."""
+        """May the closed window's update be made? The same answer on every rank."""
         if self._notice is not None and self._is_read_late:
             self._notice.look()
         return True
 
     def after_step(self, did_step: bool) -> None:
-        """Count it where it was not made."""
+        """An optimizer has made its step, or not."""
         if not did_step:
             self._skips.note()
 
@@ -121,7 +118,7 @@ class TrainingStep(ABC):
         self.moments = moments
         self.turns = ModelTurns(windows, prepared, strategy)
         self._first_window = FirstWindow(windows, prepared, strategy)
-        self.weighs_losses = isinstance(policy, WeightedMean)
+        self.weighs_losses = type(policy) is LossPolicy
         self._policy = policy
 
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:

@@ -7,7 +7,7 @@ import torch
 from headway.errors import LossError
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 
 Weigher = Callable[[Tree], float | torch.Tensor]
 """Over how many items the loss of a piece was taken."""

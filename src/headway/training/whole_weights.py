@@ -1,19 +1,186 @@
-"""A model's weights as whole tensors: the state dict that scripts ask for, and files of plain weights."""
+"""A model's weights as whole tensors: the state dict that scripts ask for, and files of plain weights.
 
-from collections.abc import Mapping
+Sharded tensors gathered as whole ones on rank 0, one at a time: for plain weight files and whole state dicts.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from headway.errors import ConfigError
-from headway.runtime.conditional_calls import RankConditionalCallCheck
-from headway.runtime.control_plane.attendance import Attendance
+from headway.errors import CheckpointError, ConfigError
+from headway.runtime.collectives.checked import Collectives
+from headway.runtime.control_plane.attendance import Attendance, RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.weights.export import save_pickled, save_weights
-from headway.weights.gathered import save_gathered, whole_state
-from headway.weights.pieces import is_spread
+from headway.weights.export import order_of, save_pickled, save_weights, untied
+from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread, slices
+from headway.weights.shards import bits, raw_bytes
+
+_T = TypeVar("_T")
+_BLOCK = 16 * 2**20
+"""Bytes that travel at once."""
+
+
+class GatheredTensor:
+    """A tensor whose boxes come to rank 0 when all ranks ask for it, in the same order.
+
+    Args:
+        piece: this rank's.
+        collectives: all ranks.
+    """
+
+    def __init__(self, piece: ShardPiece, collectives: Collectives) -> None:
+        self.shape = torch.Size(piece.shape)
+        self.dtype = piece.dtype
+        self.is_done = False
+        self._piece = piece
+        self._collectives = collectives
+
+    def whole(self) -> torch.Tensor:
+        """All of it on rank 0's host, which takes its memory and at most one box's; elsewhere nothing (on the meta device)."""
+        is_here = self._collectives.rank == 0
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
+        self._travel(out if is_here else None)
+        return out
+
+    def pass_by(self) -> None:
+        """Let it travel for the other ranks' sake, where rank 0 has no use for it any more."""
+        self._travel(None)
+
+    def _travel(self, out: torch.Tensor | None) -> None:
+        self.is_done = True
+        rank = self._collectives.rank
+        own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
+        for source, offsets, shape in self._boxes():
+            if rank == source == 0 and out is not None:
+                bits(out[slices(offsets, shape)]).copy_(bits(own[offsets]))
+            elif rank == source != 0:
+                self._send(raw_bytes(own[offsets]))
+            elif rank == 0 and source != 0:
+                self._receive(out, offsets, shape, source)
+
+    def _boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """(the rank that brings it, where it begins, its shape) of every box."""
+        split = self._piece.split
+        if split is None:
+            own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
+            for rank, boxes in enumerate(self._collectives.gather_objects(own)):
+                yield from ((rank, *box) for box in boxes)
+            return
+        yield from split.boxes()
+
+    def _send(self, flat: torch.Tensor) -> None:
+        for start in range(0, len(flat), _BLOCK):
+            self._collectives.send(flat[start : start + _BLOCK], 0)
+
+    def _receive(self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int) -> None:
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        if out is None:
+            scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
+            for start in range(0, num_bytes, _BLOCK):
+                self._collectives.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+            return
+        target = out[slices(offsets, shape)]
+        box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
+        flat = raw_bytes(box)  # the same memory: it is contiguous, and on the host
+        for start in range(0, num_bytes, _BLOCK):
+            self._collectives.receive(flat[start : start + _BLOCK], source)
+        if box is not target:
+            bits(target).copy_(bits(box))
+
+
+def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """The tensors, those that are spread to be asked for as whole ones; every rank calls it with the same.
+
+    Raises:
+        CheckpointError: ranks hold other tensors, or cut otherwise, or not all of one; or values that were not reduced.
+    """
+    cutter = ShardCutter()
+    pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
+    spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    told = [
+        (name, each.shape, str(each.dtype), each.split and (each.split.rows, each.split.steps))
+        for name, each in spread.items()
+    ]
+    brought = {
+        name: sum(box.values.numel() for box in each.boxes if box.is_written)
+        for name, each in spread.items()
+        if each.split is None
+    }
+    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
+    if len({found for found, _ in answers}) > 1:
+        raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
+    for name, *numbers in zip(brought, *(each for _, each in answers)):
+        wanted, there = prod(pieces[name].shape), sum(numbers)
+        if there != wanted:  # the rest of it would be whatever lies in new memory
+            raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in spread.items()}
+
+
+def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
+    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank: they hold other tensors, or not all of one, or rank 0 failed.
+    """
+    named = dict(tensors)
+    if not any(map(is_spread, named.values())):
+        return named
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    kept, tied = untied(values.items())
+    whole = gathered(kept, collectives)
+
+    def put_together() -> dict[str, torch.Tensor]:
+        found = named | {
+            name: each.whole() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+        }
+        return {name: found[tied.get(name, name)] for name in named}
+
+    return _on_rank_0(put_together, whole, list(whole), collectives) or {}
+
+
+def save_gathered(
+    tensors: Iterable[tuple[str, Any]], folder: str | Path, max_shard_size: int | str, collectives: Collectives
+) -> None:
+    """As `save_weights` on rank 0, where some tensors are spread; every rank calls it.
+
+    Memory: one whole tensor at a time on rank 0, nothing more than its part on the others.
+
+    Raises:
+        CheckpointError: on every rank, where rank 0 could not write.
+    """
+    named = list(tensors)
+    kept, tied = untied(named)
+    whole = gathered(kept, collectives)
+    every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    _on_rank_0(lambda: save_weights(every, folder, max_shard_size), whole, order_of(whole, max_shard_size), collectives)
+
+
+def _on_rank_0(
+    act: Callable[[], _T], whole: Mapping[str, Any], order: Iterable[str], collectives: Collectives
+) -> _T | None:
+    """Act on rank 0, which asks for the tensors in that order; the others send them. Where it fails there, they go on together."""
+    result: _T | None = None
+    failure: Exception | None = None
+    try:
+        if collectives.rank == 0:
+            result = act()
+    except Exception as error:
+        failure = error
+    for name in order:  # what rank 0 asks for, and where that failed, the rest of it
+        each = whole[name]
+        if isinstance(each, GatheredTensor) and not each.is_done:
+            each.pass_by()
+    told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {told}")
+    return result
 
 
 class WholeWeights:

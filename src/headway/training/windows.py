@@ -23,7 +23,7 @@ takes back is said here, by `snapshot` and `restore`.
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -452,29 +452,19 @@ class UpdateClock:
         vars(self).update(snapshot)
 
 
-class LossPolicy(Protocol):
-    """How losses are divided; a compatibility layer can bring its own."""
+class LossPolicy:
+    """How losses are divided: by the mean over everything in the window, on all ranks. A compatibility layer brings its own."""
 
     def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
         """What a backward multiplies its mean loss by, given that the engine divides by `divisor`."""
-
-    def correction(self, nominal: float, actual: float) -> float:
-        """What a closing window multiplies gradients by."""
-
-
-class WeightedMean:
-    """The mean over everything in the window, on all ranks."""
-
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
-        """weight / nominal, with the engine's average undone."""
         return weight * divisor / nominal
 
     def correction(self, nominal: float, actual: float) -> float:
-        """nominal / actual."""
+        """What a closing window multiplies gradients by."""
         return nominal / actual
 
 
-class ConstantDivision:
+class ConstantDivision(LossPolicy):
     """The plain recipe: every loss divided by the number of steps, ranks averaged, whatever the window really held."""
 
     def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from headway.common.atomic import replacing, write_text
-from headway.common.units import parse_bytes
+from headway.common.text import parse_bytes
 from headway.errors import CheckpointError, ConfigError
 from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of

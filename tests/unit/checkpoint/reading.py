@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from headway.checkpoint.format.manifest import Manifest
-from headway.checkpoint.format.shards import view_of
+from headway.checkpoint.format.tensors import view_of
 from headway.checkpoint.loading.files import open_tensors
 from headway.weights.files import map_safetensors
 

@@ -21,7 +21,7 @@ from headway.checkpoint.format.manifest import (
     _digest,
     read_manifest,
 )
-from headway.checkpoint.format.shards import describe, write_shard
+from headway.checkpoint.format.tensors import describe, write_shard
 from headway.checkpoint.loading.files import read_state, verify
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.loading.test_files import TENSORS, job, save

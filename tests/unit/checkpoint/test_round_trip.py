@@ -11,10 +11,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as npst
 
-from headway.checkpoint.format.arrays import contents
 from headway.checkpoint.format.manifest import ITEM_BYTES, Manifest
-from headway.checkpoint.format.shards import prove_shard, write_shard
-from headway.checkpoint.format.values import decode, dtype_named, encode, logical
+from headway.checkpoint.format.tensors import prove_shard, write_shard
+from headway.checkpoint.format.values import contents, decode, dtype_named, encode, logical
 from headway.errors import CheckpointError
 from headway.weights.shards import bits, raw_bytes
 from tests.unit.checkpoint.amount import EXAMPLES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headway.cli import launch
 from headway.config.launch import SETTINGS
 from headway.errors import ConfigError
-from headway.launch.machine.machine import Machine
+from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, LaunchPlan
 
 EXAMPLES = settings(max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None)
@@ -32,9 +32,9 @@ pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), wo
 def test_any_command_line(before, after, machine):
     plans: list[LaunchPlan] = []
     patches = {
-        "headway.launch.machine.machine.look": lambda environment: machine,
+        "headway.launch.machine.look": lambda environment: machine,
         "headway.launch.run.execute": lambda plan, environment, is_quiet: plans.append(plan),
-        "headway.launch.target.check": lambda program: None,
+        "headway.launch.run.check": lambda program: None,
         "headway.common.env.snapshot": lambda: {"HEADWAY_HOME": "/nonexistent"},
     }
     result = _invoke([*before, "--", "train.py", *after], patches)

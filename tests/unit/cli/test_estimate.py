@@ -11,7 +11,7 @@ from headway import infer_auto_device_map
 from headway.cli import estimate as command
 from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
-from headway.common.units import parse_bytes
+from headway.common.text import parse_bytes
 from headway.errors import DeviceMapError
 from headway.offload.placement import bandwidth
 from headway.offload.placement.workload import Workload

@@ -5,9 +5,8 @@ import shlex
 import pytest
 
 from headway.cli import main
-from headway.config.layout.mesh import Layout
-from headway.launch import run
-from headway.launch.machine import machine
+from headway.config.mesh import Layout
+from headway.launch import machine, run
 
 
 @pytest.fixture

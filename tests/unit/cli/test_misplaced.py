@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from headway.cli import main
-from headway.launch.machine.machine import Machine
+from headway.launch.machine import Machine
 
 MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
 
@@ -19,7 +19,7 @@ def launch(monkeypatch, tmp_path, capsys):
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HEADWAY_RUN", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("headway.launch.machine.machine.look", lambda environment: MACHINE)
+    monkeypatch.setattr("headway.launch.machine.look", lambda environment: MACHINE)
     monkeypatch.setattr("headway.launch.run.execute", lambda plan, environment, is_quiet: plans.append(plan))
 
     def go(line):

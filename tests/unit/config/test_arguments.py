@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.config.arguments import loading_settings, project_settings, windows
-from headway.config.run import DataLoaderConfiguration
+from headway.config.run import DataLoaderConfiguration, loading_settings, project_settings, windows
 from headway.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from headway import Accelerator
 from headway.compat.accelerate.launching.config_file import translate
-from headway.config.compiling import TorchDynamoPlugin
-from headway.config.spelled import DynamoBackend
+from headway.config.engines import TorchDynamoPlugin
+from headway.config.launch import DynamoBackend
 from headway.errors import ConfigError
 
 

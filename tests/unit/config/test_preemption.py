@@ -6,8 +6,7 @@ from datetime import timedelta
 import pytest
 
 from headway.common import env
-from headway.config.preemption import Preemption, preemption_settings
-from headway.config.run import ProjectConfiguration
+from headway.config.run import Preemption, ProjectConfiguration, preemption_settings
 from headway.errors import ConfigError
 
 PLACE = ProjectConfiguration("run", automatic_checkpoint_naming=True)

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.load import Value, resolve
 from headway.errors import ConfigError
-from headway.launch.machine.machine import Machine
+from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, Program, make
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.common import scope
-from headway.memory import evidence
+from headway.memory import oom
 from headway.memory.oom import clear_device_cache, free_after, is_out_of_memory, release_memory
 from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
@@ -138,8 +138,8 @@ def simulated(monkeypatch):
     """A GPU with this allocator; there is none here to ask."""
     allocator = SimulatedAllocator(1 << 40)
     allocator.malloc(1 << 30)
-    scope.drop(evidence._Counted)
-    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": HARDWARE["cuda"]})
+    scope.drop(oom._Counted)
+    monkeypatch.setattr(oom, "HARDWARE", {"cuda": HARDWARE["cuda"]})
     monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
     return allocator
 

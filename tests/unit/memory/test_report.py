@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from headway import Accelerator, memory_report
-from headway.memory import levers, report
+from headway.memory import report
 from headway.memory.census import LiveStorage, TensorCensus, take
-from headway.memory.levers import find_levers
-from headway.memory.report import asked_bytes, explain
+from headway.memory.report import asked_bytes, explain, find_levers
 from headway.memory.use import MemoryUse
 
 MIB = 1 << 20
@@ -194,7 +193,7 @@ def test_losses_that_hold_their_graphs_are_counted():
     text = memory_report().text()
     assert "scalars hold their graphs alive" in text
     assert len(losses) == 40
-    assert levers._MANY_LOSSES < 40
+    assert report._MANY_LOSSES < 40
 
 
 def test_where_torch_recorded_allocations_they_are_told(monkeypatch):

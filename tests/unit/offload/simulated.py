@@ -28,7 +28,7 @@ class SimulatedPoint:
 
 
 class SimulatedLane:
-    """`headway.runtime.side_streams.CopyStream` without a device.
+    """`headway.runtime.transfers.CopyStream` without a device.
 
     Args:
         seed: of the order in which the queues run.

@@ -8,8 +8,7 @@ import torch
 from headway import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from headway.errors import CheckpointError, ConfigError
 from headway.offload.execution import Execution, undispatch
-from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import Placement
+from headway.offload.placement.device_map import DeviceMap, Placement
 from headway.offload.transport import HostTransport
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,7 @@ from torch import nn
 
 from headway import dispatch_model
 from headway.offload.execution import Execution, undispatch
-from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import Placement
+from headway.offload.placement.device_map import DeviceMap, Placement
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport
 

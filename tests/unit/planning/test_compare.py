@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.layout.mesh import Layout, parse
+from headway.config.mesh import Layout, parse
 from headway.errors import ConfigError, UnsupportedError
 from headway.planning.compare import candidates, compare, plan
 from headway.planning.costs import ClusterRates, cost

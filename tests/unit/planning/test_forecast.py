@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headway
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.forecasting.device.devices import DEVICES, MIB, find, room, spread
 

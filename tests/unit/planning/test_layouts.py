@@ -6,8 +6,8 @@ from torch import nn
 
 import headway
 from headway import ActivationCheckpointing
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
+from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 
 WIDTH, DEPTH, BATCH = 256, 4, 512

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from headway import Accelerator, AORecipeKwargs, Float8Options, ShardingOptions
-from headway.config.strategies import collect_options
+from headway.config.engines import collect_options
 from headway.errors import ConfigError, OptionalDependencyMissing, PrepareError, UnsupportedError
 from headway.precision.float8 import check_float8, convert_model
 from headway.runtime.device import Hardware
-from headway.strategies.fully_sharded.float8 import check_float8 as check_layout
+from headway.strategies.fully_sharded.formats import check_float8 as check_layout
 
 EMULATED = Float8Options(emulate=True)
 

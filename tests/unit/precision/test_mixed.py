@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
-from headway.config.strategies import AutocastKwargs, EngineOptions, GradScalerKwargs
+from headway.config.engines import AutocastKwargs, EngineOptions, GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.precision.mixed import build_precision
 from headway.runtime.device import CPU

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from headway.runtime.arenas import ARENA, arenas, pieces
+from headway.runtime.transfers import ARENA, arenas, pieces
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from headway.common.sealing import Seal, UnsealedCounter
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import SealedStore
 from headway.runtime.ending import ProcessExit, is_uncaught
-from headway.strategies.data_parallel.ddp import check_hook
+from headway.strategies.ddp import check_hook
 
 CUDA = torch.device("cuda", 1)
 

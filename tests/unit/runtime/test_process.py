@@ -6,7 +6,7 @@ import torch
 from headway.config.load import payload, resolve
 from headway.errors import ConfigError, DeviceUnavailable, UnsupportedError
 from headway.runtime import device, process
-from headway.runtime.heartbeat.ledger import CollectiveLedger
+from headway.runtime.collective_log import CollectiveLedger
 
 
 def test_it_starts_once_and_ends():

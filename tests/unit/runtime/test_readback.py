@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 
 
 class Elsewhere:

@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import gc, sys, threading
-from headway.runtime import torch_stream
+from headway.runtime import seed
 
 sys.setswitchinterval(1e-6)
 gc.set_threshold(1, 1, 1)  # what a collection in the middle of a read runs gives the interpreter up
@@ -22,7 +22,7 @@ class Cyclic:
 def read():
     for _ in range(2000):
         Cyclic()
-        torch_stream.write(torch_stream.read())
+        seed.write_torch(seed.read_torch())
 
 
 threads = [threading.Thread(target=read) for _ in range(4)]
@@ -43,12 +43,12 @@ def test_threads_that_read_at_once_do_not_wait_for_each_other() -> None:
 def test_a_worker_forked_while_it_is_read_does_not_wait() -> None:
     code = """
 import os
-from headway.runtime import torch_stream
+from headway.runtime import seed
 
-with torch_stream._ONE_AT_A_TIME:
+with seed._ONE_AT_A_TIME:
     child = os.fork()
     if child == 0:
-        torch_stream.read()
+        seed.read_torch()
         os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from headway import Accelerator
-from headway.config.layout import outside
-from headway.config.strategies import EngineOptions
+from headway.config import mesh
+from headway.config.engines import EngineOptions
 from headway.errors import CollectiveError, ConfigError, UnsupportedError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import SingleStrategy
 from tests.distributed.mirror import FOLDER, write_entry_points, write_package
 from tests.docs.pages import ROOT, blocks
 
@@ -38,7 +38,7 @@ class Lost(Lonely):
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"lonely": "Lonely", "bare": "Bare", "lost": "Lost", "gone": "Gone", "ddp": "Lonely"}
-    write_package(tmp_path, "toys", {outside.GROUP: {name: f"{__name__}:{made}" for name, made in names.items()}})
+    write_package(tmp_path, "toys", {mesh.GROUP: {name: f"{__name__}:{made}" for name, made in names.items()}})
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -68,9 +68,9 @@ def test_what_is_no_strategy_is_refused_with_a_remedy(installed: Path, text: str
 
 
 def test_a_name_that_two_packages_register_is_refused(installed: Path) -> None:
-    write_package(installed, "more-toys", {outside.GROUP: {"lonely": "elsewhere:Lonely"}})
+    write_package(installed, "more-toys", {mesh.GROUP: {"lonely": "elsewhere:Lonely"}})
     with pytest.raises(ConfigError, match="registered 2 times"):
-        outside.find("lonely")
+        mesh.find("lonely")
 
 
 def test_the_example_is_short_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

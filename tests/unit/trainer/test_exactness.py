@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from headway import Trainer, TrainingArguments
-from headway.trainer.collate import Collator
+from headway.trainer.data import Collator
 from tests.unit.trainer.models import Net, Points, bert, classes, cross_entropy, llama, texts
 
 SAME = {

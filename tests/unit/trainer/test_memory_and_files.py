@@ -10,8 +10,8 @@ from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.forecasting.device import present
 from headway.tracking.report import load
-from headway.tracking.report.facts import headline
 from headway.tracking.report.looks import kinds
+from headway.tracking.report.tables import headline
 from headway.tracking.runlog import read_run
 from headway.trainer import builder
 from headway.trainer.display import PrinterCallback, ProgressCallback

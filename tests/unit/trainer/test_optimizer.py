@@ -7,6 +7,7 @@ from torch import nn
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
+from headway.trainer.arguments import CHOICES
 from headway.trainer.optimizer import (
     OPTIMIZERS,
     SCHEDULES,
@@ -15,7 +16,6 @@ from headway.trainer.optimizer import (
     parameter_groups,
     read_settings,
 )
-from headway.trainer.settings.arguments import CHOICES
 
 
 def bert():

@@ -3,7 +3,7 @@
 import torch
 
 from headway import Accelerator
-from headway.trainer.records import load_weights
+from headway.trainer.checkpoints import load_weights
 
 
 class Net(torch.nn.Module):

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from headway import Accelerator
-from headway.config.layout import outside
-from headway.config.strategies import EngineOptions
+from headway.config import mesh
+from headway.config.engines import EngineOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.base import Capabilities, Engine, Transform
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import Capabilities, Engine, SingleStrategy, Transform
 from tests.distributed.mirror import write_package
 
 
@@ -73,7 +72,7 @@ class Halves(SingleStrategy):
 
 @pytest.fixture
 def accelerator(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    write_package(tmp_path, "halves", {outside.GROUP: {"halves": f"{__name__}:Halves"}})
+    write_package(tmp_path, "halves", {mesh.GROUP: {"halves": f"{__name__}:Halves"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     return Accelerator(cpu=True, strategy="halves", on_non_finite="skip")
 

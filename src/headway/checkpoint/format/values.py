@@ -3,6 +3,8 @@
 JSON's own values stand for themselves; every other type is an object with the one reserved key `!`, its type. Tensors
 are taken out and stand as their names. What would not come back as it is, type included, is refused when it is saved, with
 its path: each value that is packed is unpacked again to see.
+
+NumPy's arrays and scalars as bytes with a description of their dtype that JSON holds, and back.
 """
 
 import base64
@@ -17,12 +19,97 @@ from typing import Any
 import numpy
 import torch
 
-from headway.checkpoint.format import arrays
 from headway.checkpoint.format.tensors import is_dense, put_together, refusal, take_apart
 from headway.common.untrusted import UNREADABLE
 from headway.errors import CheckpointError
 from headway.weights.pieces import ShardPiece, held, is_dtensor
 from headway.weights.shards import dtype_name, raw_bytes
+
+_PLAIN = re.compile(r"[<>|=]?[A-Za-z?][0-9]*(\[\w+\])?")
+
+
+def describe(dtype: numpy.dtype[Any]) -> Any:
+    """A dtype as text; a structured one, or one of sub-arrays, as an object.
+
+    Raises:
+        CheckpointError: it cannot be made again from a description.
+    """
+    described = _describe(dtype)
+    if dtype.hasobject or not is_same(build(described), dtype):
+        raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
+    return described
+
+
+def _describe(dtype: numpy.dtype[Any]) -> Any:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return {"base": _describe(base), "shape": list(shape)}
+    if dtype.names is not None and dtype.fields is not None:
+        fields = [dtype.fields[name] for name in dtype.names]
+        out = {
+            "names": list(dtype.names),
+            "formats": [_describe(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": dtype.itemsize,
+            "aligned": dtype.isalignedstruct,
+        }
+        titles = [field[2] if len(field) > 2 else None for field in fields]
+        return out if not any(titles) else {**out, "titles": titles}
+    # Of two C types of one size (long and long long) the common text means one.
+    is_common = dtype.hasobject or numpy.dtype(dtype.str).type is dtype.type or dtype.kind == "V"
+    return dtype.str if is_common else dtype.byteorder + dtype.char
+
+
+def build(described: Any) -> numpy.dtype[Any]:
+    """The dtype of a description.
+
+    Raises:
+        CheckpointError, LookupError, TypeError, ValueError: it describes none, or one of Python objects.
+    """
+    if not isinstance(described, dict):
+        if not isinstance(described, str) or _PLAIN.fullmatch(described) is None:
+            raise CheckpointError(f"{described!r} is not a dtype of NumPy's")
+        dtype = numpy.dtype(described)
+    elif "base" in described:
+        dtype = numpy.dtype((build(described["base"]), tuple(described["shape"])))
+    else:
+        fields = {name: described[name] for name in ("names", "offsets", "itemsize")}
+        titles = {"titles": described["titles"]} if "titles" in described else {}
+        formats = [build(each) for each in described["formats"]]
+        dtype = numpy.dtype({**fields, **titles, "formats": formats}, align=bool(described["aligned"]))  # type: ignore[call-overload]
+    if dtype.hasobject:
+        raise CheckpointError(f"an array of dtype {described!r} holds Python objects, which a checkpoint cannot")
+    return dtype
+
+
+def is_same(one: numpy.dtype[Any], other: numpy.dtype[Any]) -> bool:
+    """Equal, of the same C types, and laid out alike."""
+    if one != other or one.type is not other.type or one.isalignedstruct != other.isalignedstruct:
+        return False
+    if one.subdtype is not None and other.subdtype is not None:
+        return is_same(one.subdtype[0], other.subdtype[0])
+    if one.fields is None or other.fields is None:
+        return True
+    return all(is_same(one.fields[name][0], other.fields[name][0]) for name in one.names or ())
+
+
+def contents(value: Any) -> Any:
+    """The bytes of an array or scalar by field, without what lies between the fields."""
+    return [contents(value[name]) for name in value.dtype.names] if value.dtype.names is not None else value.tobytes()
+
+
+def fill(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarray[Any, Any]:
+    """The array of these bytes, in C order.
+
+    Raises:
+        CheckpointError, TypeError: there are more or fewer of them.
+    """
+    made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
+    if made.nbytes != len(raw):
+        raise CheckpointError(f"the manifest has {len(raw)} bytes for an array of {made.nbytes}")
+    copy: numpy.ndarray[Any, Any] = made.copy()
+    return copy
+
 
 TAG = "!"
 _MAX_DEPTH = 200
@@ -193,7 +280,7 @@ def is_object(value: Mapping[Any, Any]) -> bool:
 
 def _described(dtype: numpy.dtype[Any], name: str) -> Any:
     try:
-        return arrays.describe(dtype)
+        return describe(dtype)
     except (CheckpointError, TypeError, ValueError, LookupError) as error:
         raise CheckpointError(f"{name} is a value of NumPy's, {error}") from error
 
@@ -219,7 +306,7 @@ def _prove(value: Any, packed: Any, name: str) -> None:
     else:
         reason = f" but as {back!r}"
     is_alike = type(back) is type(value) and (
-        (arrays.is_same(back.dtype, value.dtype) and arrays.contents(back) == arrays.contents(value))
+        (is_same(back.dtype, value.dtype) and contents(back) == contents(value))
         if isinstance(value, numpy.generic)
         else bool(back == value or back != back)
     )
@@ -329,11 +416,11 @@ def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 
 
 def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
-    dtype = arrays.build(_decode(value["dtype"], tensors, depth + 1))
+    dtype = build(_decode(value["dtype"], tensors, depth + 1))
     if value[TAG] == "scalar":
-        return arrays.fill(dtype, (), base64.b64decode(value["value"], validate=True))[()]
+        return fill(dtype, (), base64.b64decode(value["value"], validate=True))[()]
     raw = raw_bytes(_named(value, tensors)).numpy().tobytes()
-    return arrays.fill(dtype, _decode(value["shape"], tensors, depth + 1), raw)
+    return fill(dtype, _decode(value["shape"], tensors, depth + 1), raw)
 
 
 def map_items(function: Callable[[Any], Any], value: Any) -> Any:

@@ -1,18 +1,296 @@
-"""A checkpoint's files against its manifest: every byte verified, tensors read by their logical names."""
+"""A checkpoint's files against its manifest: verified where this rank uses them, tensors read by their logical names.
 
-from collections.abc import Iterator
+Which bytes of a checkpoint a rank uses, so that it can compare just these with what was written.
+
+Saved tensors that consist of several boxes: any box of one is assembled from the file parts that it needs, one at a time.
+
+How this run spreads what a checkpoint holds: for each saved tensor, the tensor of this rank that it will be put into or beside.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.checkpoint.format.manifest import Manifest, read_manifest
-from headway.checkpoint.format.values import dtype_named
-from headway.checkpoint.loading.chunked_tensor import CheckpointFiles, ChunkedTensor, taken_like
-from headway.checkpoint.loading.ranges import UsedRanges
-from headway.checkpoint.loading.reading import read_files, read_owned, verify_ranges
-from headway.checkpoint.loading.target_layout import TargetLayout
-from headway.checkpoint.rows import ROWS
+from headway.checkpoint.format.chunks import TensorChunk, meeting, overlapping
+from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
+from headway.checkpoint.format.tensors import view_of
+from headway.checkpoint.format.values import dtype_named, encode, logical
+from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
+from headway.checkpoint.optimizers import parameter_keys
+from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
+from headway.weights.files import StoredTensor, map_safetensors
+from headway.weights.pieces import held, is_dtensor, is_spread, places, slices
+from headway.weights.shards import SafetensorsHeader, bits
+
+_MOST_OPEN = 64
+"""Files that are mapped at once: each takes a descriptor, and a checkpoint has as many files as there were ranks."""
+
+
+class CheckpointFiles:
+    """A checkpoint's files, mapped where they are asked for.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its own.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._open: dict[str, Mapping[str, StoredTensor]] = {}
+
+    def stored(self, file: str) -> Mapping[str, StoredTensor]:
+        """What a file holds.
+
+        Raises:
+            CheckpointError: it is not what was written.
+        """
+        found = self._open.pop(file, None)
+        if found is None:
+            check_file(self._folder / file, self._manifest.files[file])
+            found, _ = map_safetensors(self._folder / file)
+            if len(self._open) >= _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+        self._open[file] = found  # the last one to go
+        return found
+
+    def view(self, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
+        """A chunk's values, where they lie in its file.
+
+        Raises:
+            CheckpointError: the file holds something else.
+        """
+        return view_of(self.stored(chunk.file), self._folder / chunk.file, chunk.key, dtype, chunk.shape)
+
+
+class ChunkedTensor:
+    """A saved tensor that is not in memory.
+
+    Args:
+        entry: what the manifest says of it.
+        files: where its boxes lie.
+    """
+
+    def __init__(self, entry: TensorEntry, files: CheckpointFiles) -> None:
+        self.shape = torch.Size(entry.shape)
+        self.dtype = dtype_named(entry.dtype)
+        self._chunks = entry.chunks
+        self._files = files
+
+    def tiles(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """(where it lies in the box, values as a view of a file) of each part that a box is made of.
+
+        Raises:
+            CheckpointError: a file is not what was written.
+        """
+        for chunk in overlapping(self._chunks, offsets, shape):
+            begins, sizes = meeting(chunk, offsets, shape)
+            view = self._files.view(chunk, self.dtype)
+            yield slices(begins, sizes, offsets), view[slices(begins, sizes, chunk.offsets)]
+
+    def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Put the values of a box that begins there into memory of that shape and dtype."""
+        for where, values in self.tiles(offsets, box.shape):
+            bits(box[where]).copy_(bits(values))
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in memory of its own."""
+        offsets = (0,) * len(self.shape)
+        for _ in self.tiles(offsets, self.shape):  # before memory is taken for what the manifest only claims
+            pass
+        made = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(made, offsets)
+        return made
+
+
+def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(where it begins, its memory) of each box of a tensor that lies on this rank: of a plain one all of it."""
+    if is_dtensor(value):
+        local = held(value)
+        return [(offsets, local[where]) for offsets, where in places(value)]
+    if is_spread(value):
+        return [(box.offsets, box.values) for box in value.boxes]
+    return [((0,) * value.ndim, value)]
+
+
+def pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(a part of this rank's tensor, the values saved for it), which have one shape; files are mapped one after the other."""
+    if is_spread(own) or isinstance(saved, ChunkedTensor):
+        for offsets, memory in own_boxes(own):
+            if isinstance(saved, torch.Tensor):
+                yield memory, saved[slices(offsets, memory.shape)]
+            elif memory.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(memory):
+                yield from ((memory[where], values) for where, values in saved.tiles(offsets, memory.shape))
+            else:  # elements that share memory must be seen together
+                box = torch.empty(memory.shape, dtype=saved.dtype)
+                saved.fill(box, offsets)
+                yield memory, box
+    else:
+        yield own, saved
+
+
+def taken_like(own: Any, saved: ChunkedTensor) -> Any:
+    """The saved values in new memory, spread over the ranks as this rank's own tensor is."""
+    if not is_dtensor(own):
+        boxes = []
+        for box in own.boxes:
+            values = torch.empty(box.values.shape, dtype=saved.dtype)
+            saved.fill(values, box.offsets)
+            boxes.append(type(box)(box.offsets, values, box.is_written))
+        return type(own)(own.shape, saved.dtype, tuple(boxes))
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    like = held(own)
+    local = torch.empty(like.shape, dtype=saved.dtype)
+    for offsets, where in places(own):
+        saved.fill(local[where], offsets)
+    meta = TensorMeta(own.shape, own.stride(), saved.dtype)
+    spec = DTensorSpec(own.device_mesh, own.placements, tensor_meta=meta)
+    # Not from_local, which would move what is offloaded to the mesh's device.
+    return DTensor(local.to(like.device), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+Ranges = dict[str, list[tuple[int, int]]]
+"""By file, (from, to)."""
+
+
+class UsedRanges:
+    """Collects ranges.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its own.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._headers: dict[str, SafetensorsHeader] = {}
+        self.ranges: Ranges = {}
+
+    def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
+        """The boxes of saved tensors that this rank's own tensors, which are spread, take up.
+
+        Raises:
+            CheckpointError: a file does not hold what the manifest places there.
+        """
+        for name, each in like.items():
+            for own in each:
+                if tuple(own.shape) == tuple(self._manifest.tensors[name].shape):
+                    for offsets, memory in own_boxes(own):
+                        self._add_box(name, offsets, memory.shape)
+
+    def add_rest(self, left_out: Iterable[str]) -> None:
+        """Everything but those tensors: all others, and files that hold none.
+
+        Raises:
+            CheckpointError: a file does not hold what the manifest places there.
+        """
+        tensors = self._manifest.tensors
+        spread = set(left_out)
+        held = {chunk.file for name in spread for chunk in tensors[name].chunks}
+        for name in tensors.keys() - spread:
+            for chunk in tensors[name].chunks:
+                if chunk.file in held:
+                    self._add_box(name, chunk.offsets, chunk.shape)
+        for file, written in self._manifest.files.items():
+            if file not in held:
+                self.ranges[file] = [(0, max(1, written.num_bytes))]
+
+    def _add_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> None:
+        for chunk in overlapping(self._manifest.tensors[name].chunks, offsets, shape):
+            begins, sizes = meeting(chunk, offsets, shape)
+            self._add(name, chunk, begins, sizes)
+
+    def _add(self, name: str, chunk: TensorChunk, begins: Sequence[int], sizes: Sequence[int]) -> None:
+        file, dtype = chunk.file, dtype_named(self._manifest.tensors[name].dtype)
+        path = self._folder / file
+        if file not in self._headers:
+            header = self._headers[file] = header_of(path)
+            values = min((start for _, start in header.tensors.values()), default=1)
+            self.ranges.setdefault(file, []).append((0, values))
+        start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
+        first = last = 0
+        for begin, size, origin, length in zip(begins, sizes, chunk.offsets, chunk.shape):
+            first = first * length + begin - origin
+            last = last * length + begin - origin + size - 1
+        self.ranges[file].append((start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize))
+
+
+class TargetLayout:
+    """The layout of this run.
+
+    Args:
+        parts: the objects that a checkpoint is loaded into.
+        rank: this one.
+        world_size: ranks of the run.
+    """
+
+    def __init__(self, parts: StatefulObjects, rank: int = 0, world_size: int = 1) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._weights: dict[str, Any] = {
+            logical(f"model/{index}/{name}"): value
+            for index, model in parts.chosen()
+            for name, value in parts.export(model)
+            if is_spread(value)
+        }
+        names = parameter_names(parts.models)
+        self._parameters: dict[str, Any] = {
+            f"optimizer/{index}/{key}": part
+            for index, optimizer in enumerate(parts.optimizers)
+            for group, keys in zip(optimizer.param_groups, parameter_keys(optimizer, names))
+            for parameter, key in zip(group["params"], keys)
+            if is_spread(part := parts.part_of(parameter))
+        }
+        self._state = self._other_state(parts) if self._weights or self._parameters else {}
+
+    @staticmethod
+    def _other_state(parts: StatefulObjects) -> dict[str, Any]:
+        """What is spread in the states of the other objects, by the names under which a save would keep it."""
+        tensors: dict[str, Any] = {}
+        for kind, objects in parts.others.items():
+            for index, obj in enumerate(objects):
+                with suppress(Exception):  # what cannot be saved as it is now may be loaded all the same
+                    encode(obj.state_dict(), f"{kind}/{index}", tensors)
+        return {name: each for name, each in tensors.items() if is_spread(each)}
+
+    def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
+        """For each saved tensor that is spread here, the own tensors that are spread as it will be.
+
+        What an optimizer keeps of a parameter, and has its shape, is spread as the parameter is; what a registered object keeps, as
+        it is spread now. Anything else comes whole.
+
+        Args:
+            aliases: tied names, and the name that holds their values.
+            shapes: of the saved tensors.
+        """
+        if not self._weights and not self._parameters:
+            # What each rank had of its own, where there are as many of them.
+            rows = {name: shape for name, shape in shapes.items() if name.startswith(ROWS)}
+            return {n: [place_of(shape, self._rank)] for n, shape in rows.items() if shape[:1] == (self._world_size,)}
+        found: dict[str, list[Any]] = {}
+        for name in (*shapes, *aliases):
+            if name in self._weights:
+                found.setdefault(aliases.get(name, name), []).append(self._weights[name])
+        for name, shape in shapes.items():
+            own = self._state.get(name, self._parameter(name))
+            if own is not None and tuple(own.shape) == shape:
+                found[name] = [own]
+        return found
+
+    def _parameter(self, name: str) -> Any:
+        if not name.startswith("optimizer/"):
+            return None
+        prefix = name
+        while prefix := prefix.rpartition("/")[0]:
+            if prefix in self._parameters:
+                return self._parameters[prefix]
+        return None
+
 
 MODEL = "model/"
 """How the names of weights begin."""

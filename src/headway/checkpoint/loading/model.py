@@ -1,19 +1,97 @@
-"""A model's saved tensors against its own: what does not fit, what is cast, and the values put in."""
+"""A model's saved tensors against its own: what does not fit, what is cast, the values put in, and the way back.
 
-from collections.abc import Iterator, Mapping
+The way back from a load that failed half-way: what was changed, last first, and every step of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from headway.checkpoint.format.tensors import is_dense, is_unmade
-from headway.checkpoint.format.values import decode, logical
-from headway.checkpoint.loading.chunked_tensor import pairs
-from headway.checkpoint.loading.rollback import LoadRollback, preserved
+from headway.checkpoint.format.values import decode, encode, logical, map_items
+from headway.checkpoint.loading.files import pairs
 from headway.checkpoint.state import CollectedState, is_extra, is_weight
-from headway.weights.pieces import held
-from headway.weights.shards import bits
+from headway.errors import CheckpointError
+from headway.weights.pieces import held, is_dtensor
+from headway.weights.shards import bits, is_same, raw_bytes
+
+
+class LoadRollback:
+    """What a load has changed so far."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, Callable[[], Any]]] = []
+
+    def add(self, what: str, back: Callable[[], Any]) -> None:
+        """`what` is about to change; `back` puts it back."""
+        self._steps.append((what, back))
+
+    def run(self) -> list[str]:
+        """Put everything back; returns a line for each that could not be."""
+        problems = []
+        while self._steps:
+            what, back = self._steps.pop()
+            try:
+                back()
+            except Exception as error:  # the others go back all the same
+                problems.append(f"{what} ({type(error).__name__}: {error})")
+        return problems
+
+
+def preserved(state: Any) -> Callable[[], Any]:
+    """A function that returns the state as it is now, whatever becomes of it; tensors are copied to the host meanwhile."""
+    kept = _keep(state)
+    return lambda: _back(kept)
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Do the two hold the same values, bit by bit? Of what no checkpoint holds nobody knows: False."""
+    told = []
+    for state in (one, other):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            told.append((encode(state, "", tensors), tensors))
+        except CheckpointError:
+            return False
+    (first, mine), (second, theirs) = told
+    return bool(first == second) and all(
+        tensor.dtype == theirs[name].dtype and torch.equal(raw_bytes(held(tensor)), raw_bytes(held(theirs[name])))
+        for name, tensor in mine.items()
+    )
+
+
+class _TensorValue:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        self._needs_grad = tensor.requires_grad and tensor.is_leaf
+        self._is_parameter = isinstance(tensor, torch.nn.Parameter)
+        plain = bits(tensor.detach())
+        self._dtype = tensor.dtype
+        self._copy = plain.clone() if tensor.device.type == "cpu" else plain.cpu()
+
+    def back(self) -> torch.Tensor:
+        tensor = self._copy.to(self._device).view(self._dtype)
+        if self._is_parameter:
+            return torch.nn.Parameter(tensor, self._needs_grad)
+        return tensor.requires_grad_() if self._needs_grad else tensor
+
+
+def _keep(value: Any) -> Any:
+    if is_dtensor(value):
+        return value.detach().clone()
+    if isinstance(value, torch.Tensor):
+        return _TensorValue(value) if is_dense(value) and not value.is_meta else value
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
+    return map_items(_keep, value)
+
+
+def _back(value: Any) -> Any:
+    return value.back() if isinstance(value, _TensorValue) else map_items(_back, value)
 
 
 def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -101,7 +179,7 @@ def _without_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tens
     for dim, (size, stride) in enumerate(zip(own.shape, own.stride())):
         if stride == 0 and size > 1:
             own, first = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-            if not _is_same(first.expand_as(value), value):
+            if not is_same(first.expand_as(value), value):
                 return own, None
             value = first
     return own, value
@@ -112,12 +190,7 @@ def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
     if not own.numel() or own.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(own):
         return True
     like = bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
-    return _is_same(like.copy_(bits(value)), value)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    as_bytes = [bits(each).contiguous().reshape(-1, 1).clone().view(torch.uint8) for each in (one, other)]
-    return torch.equal(*as_bytes)
+    return is_same(like.copy_(bits(value)), value)
 
 
 def casts(own: Mapping[str, Any], found: CollectedState, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from headway.checkpoint.format.manifest import TITLES, Manifest, WrittenFile
-from headway.checkpoint.format.shards import check_spec
+from headway.checkpoint.format.tensors import check_spec
 from headway.checkpoint.format.values import dtype_named
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointError

@@ -13,8 +13,16 @@ import torch
 
 from headway.checkpoint.format.tensors import copied
 from headway.checkpoint.format.values import decode
-from headway.checkpoint.loading.model import casts, load_extras, load_weights, model_misfits, saved_extras
-from headway.checkpoint.loading.rollback import LoadRollback, is_same_state, preserved
+from headway.checkpoint.loading.model import (
+    LoadRollback,
+    casts,
+    is_same_state,
+    load_extras,
+    load_weights,
+    model_misfits,
+    preserved,
+    saved_extras,
+)
 from headway.checkpoint.optimizers import decode_optimizer, load_optimizer, optimizer_misfits, undo_optimizer
 from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
 from headway.errors import CheckpointError

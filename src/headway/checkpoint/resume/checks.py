@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from headway.checkpoint.format.typed_reader import MOST, TypedReader
+from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.checkpoint.format.values import TAG, decode
 from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
 from headway.data.sampling.rng import among_streams, is_generator_text, is_streams_text
@@ -19,19 +19,8 @@ from headway.errors import CheckpointError
 from headway.runtime.device import Hardware
 from headway.weights.pieces import is_spread
 
-_OF_ONE_SHAPE = {
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-    torch.optim.SGD,
-}
+_SHAPED = "Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD SGD"
+_OF_ONE_SHAPE = {getattr(torch.optim, name) for name in _SHAPED.split()}
 """What these keep of a parameter has its shape, or is one number."""
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (int | float, int | float | torch.Tensor | numpy.generic | None),
@@ -149,7 +138,7 @@ def _check_options(group: TypedReader) -> None:
 # -------------------------------------------------------------------- data and random streams
 
 
-_NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, MOST), ("round_size", 1, MOST))
+_NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
 
 
 def check_loaders(loaders: TypedReader, count: int, hardware: Hardware) -> None:
@@ -192,7 +181,7 @@ def _check_states(source: TypedReader, hardware: Hardware) -> None:
             text.refuse("the state of random streams")
     for line in (line for each in source.given("lines") for line in each.items()):
         place, number, text = line.items(3)
-        number.whole(-1, MOST)
+        number.whole(-1, LARGEST)
         if not is_streams_text(among_streams(text.text(), place.whole(0, 2))):
             text.refuse("the state of a random stream")
 

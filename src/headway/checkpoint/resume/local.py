@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.format.values import logical
-from headway.checkpoint.rows import ROWS, row_of
-from headway.checkpoint.state import CollectedState, StatefulObjects
+from headway.checkpoint.state import ROWS, CollectedState, StatefulObjects, row_of
 from headway.errors import CheckpointError
 from headway.runtime.collectives.checked import Collectives
 from headway.training.local_sgd import LocalTraining, means

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.checkpoint.resume.evaluation import EvaluationStart
+from headway.checkpoint.resume.positions import EvaluationStart
 from headway.checkpoint.resume.run import RunState
 from headway.common import env
-from headway.config.preemption import Preemption
+from headway.config.run import Preemption
 from headway.data.loader import PreparedLoader
 from headway.errors import Preempted
 from headway.launch.agent.records import PreemptedRun
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.control_plane import stopping
 from headway.runtime.events import notify
-from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 

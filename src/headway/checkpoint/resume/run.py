@@ -11,19 +11,22 @@ from typing import Any
 import torch
 
 from headway.checkpoint.format.values import encode
+from headway.checkpoint.loading.files import TargetLayout
+from headway.checkpoint.loading.model import LoadRollback
 from headway.checkpoint.loading.restoring import restore
-from headway.checkpoint.loading.rollback import LoadRollback
-from headway.checkpoint.loading.target_layout import TargetLayout
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.comparison import RunComparison
-from headway.checkpoint.resume.evaluation import EvaluationStart, EvaluationStarts
+from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
 from headway.checkpoint.resume.local import LocalState
-from headway.checkpoint.resume.marks import Changed, WindowSnapshot, has_changing_state
-from headway.checkpoint.resume.passes import TrainingPasses
-from headway.checkpoint.resume.positions import LoaderPositions
-from headway.checkpoint.resume.restored import Restored, layout_of
+from headway.checkpoint.resume.positions import (
+    Changed,
+    EvaluationStart,
+    EvaluationStarts,
+    LoaderPositions,
+    TrainingPasses,
+    WindowSnapshot,
+    has_changing_state,
+)
 from headway.checkpoint.resume.saved import SavedRun, read_run
-from headway.checkpoint.resume.schedules import Schedules
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect
 from headway.data.loader import PreparedLoader

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.format.typed_reader import MOST, TypedReader
+from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.checkpoint.resume.batch import BatchState
 from headway.checkpoint.resume.checks import check_loaders, check_names, check_objects, check_streams, decoded
 from headway.checkpoint.state import CollectedState
@@ -140,8 +140,8 @@ def read_run(
         seeds=seeds,
         trained_on=[number.whole() for each in run.given("trained_on") for number in each.items()],
         passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
-        local_steps=_read_counts(run, "local_steps", num_models, MOST),
-        lengths=_read_counts(run, "lengths", len(seeds), MOST),
+        local_steps=_read_counts(run, "local_steps", num_models, LARGEST),
+        lengths=_read_counts(run, "lengths", len(seeds), LARGEST),
         exchange_orders=[
             [number.whole() for number in order.items()]
             for each in run.given("exchange_orders")
@@ -182,7 +182,7 @@ def _check_about(about: TypedReader) -> None:
     for each in about.given("notes"):
         for note in each.table().values():
             if type(note.value) is int:  # the step of a tracker
-                note.whole(-MOST)
+                note.whole(-LARGEST)
 
 
 def _read_own(

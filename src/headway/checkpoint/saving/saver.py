@@ -3,10 +3,16 @@
 Ranks agree before a byte is written and after the last one. Where machines share the folder, there is one checkpoint
 to which all ranks contribute. Where each has a disk of its own, each keeps a complete replica, written by its own
 ranks; such a checkpoint exists where the machines hold it with one manifest hash.
+
+Hands a checkpoint on to machines with empty disks of their own: such as one that replaces a lost one.
+
+Its files travel in bounded pieces from one machine that holds it, are forced to the disk, verified and committed there as in a save.
 """
 
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,24 +20,12 @@ from typing import Any, TypeVar, cast
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
-from headway.checkpoint.loading.files import read_state, verify
+from headway.checkpoint.loading.files import TargetLayout, read_state, verify
 from headway.checkpoint.loading.reading import verify_share
-from headway.checkpoint.loading.target_layout import TargetLayout
-from headway.checkpoint.rows import ROWS
+from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.lock import Locks
-from headway.checkpoint.saving.replica import hand_on
 from headway.checkpoint.saving.snapshot import HostCopies
-from headway.checkpoint.saving.writer import (
-    BackgroundSave,
-    DiskShare,
-    SaveJob,
-    SavePolicy,
-    abandon,
-    announce,
-    begin,
-    write,
-)
-from headway.checkpoint.state import CollectedState, in_pieces
+from headway.checkpoint.state import ROWS, CollectedState, in_pieces
 from headway.common import scope
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -39,6 +33,73 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
+
+_PIECE = 16 * 2**20
+
+
+def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: Collectives) -> None:
+    """Bring the checkpoint to the machines that lack it; every rank calls it.
+
+    Args:
+        folder: its folder, by the name it has on this rank's disk.
+        holders: for each rank, whether its disk has it.
+        is_lead: is this rank the one of its machine that writes?
+        collectives: all ranks.
+
+    Raises:
+        CheckpointError: on every rank, where it could not be read on the one side or written on the other.
+    """
+    source = holders.index(True)
+    is_source = collectives.rank == source
+    manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
+    nonce = collectives.broadcast_object(secrets.token_hex(8), source)
+    staging = folders.staging_folder(folder, nonce)
+    is_receiver = is_lead and not holders[collectives.rank]
+    failures: list[str] = []
+
+    def attempt(act: Callable[..., Any], *given: Any) -> Any:
+        """After a failure nothing more."""
+        try:
+            return None if failures else act(*given)
+        except (OSError, CheckpointError) as error:
+            failures.append(f"{type(error).__name__}: {error}")
+            return None
+
+    for name, written in manifest.files.items():
+        pieces = _pieces(folder / name)
+        for start in range(0, max(1, written.num_bytes), _PIECE):
+            piece = collectives.broadcast_object(attempt(next, pieces, b"") or b"" if is_source else b"", source)
+            if is_receiver:
+                attempt(_append, staging / name, piece, start == 0)
+    if is_receiver:
+        attempt(_commit, staging, folder, manifest)
+        shutil.rmtree(staging, ignore_errors=True)
+    told = collectives.gather_objects(next(iter(failures), None))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _append(path: Path, piece: bytes, is_first: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb" if is_first else "ab") as file:
+        file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit(staging: Path, folder: Path, manifest: Manifest) -> None:
+    """Give the folder its name, and compare every byte."""
+    staging.mkdir(parents=True, exist_ok=True)  # where there was no file
+    folders.commit(staging, folder, manifest)
+    verify(folder)
+
 
 log = get_logger(__name__)
 _T = TypeVar("_T")
@@ -58,10 +119,10 @@ class Saver:
         self._runtime = runtime
         self._collectives = collectives
         self._snapshot = HostCopies()
-        self._background = BackgroundSave()
-        self._pending: SaveJob | None = None
+        self._background = writer.BackgroundSave()
+        self._pending: writer.SaveJob | None = None
         self._verified: tuple[Path, str] | None = None
-        self._alone = BackgroundSave()
+        self._alone = writer.BackgroundSave()
 
     # ---------------------------------------------------------------- save
 
@@ -112,7 +173,7 @@ class Saver:
         final: Path,
         collected: CollectedState,
         about: Mapping[str, Any],
-        policy: SavePolicy,
+        policy: writer.SavePolicy,
         fill: Callable[[Path], None] | None = None,
         seal: Callable[[], None] | None = None,
     ) -> None:
@@ -134,19 +195,19 @@ class Saver:
         nonce = secrets.token_hex(8)
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
-        share = DiskShare() if is_alone else self._find_share(final, nonce)
+        share = writer.DiskShare() if is_alone else self._find_share(final, nonce)
         if share.is_own_disk:
             _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
-        job = SaveJob(final, nonce, share, collected, about, policy, self._source)
+        job = writer.SaveJob(final, nonce, share, collected, about, policy, self._source)
         try:
             self._save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while other ranks are waited for
-            abandon(job)
+            writer.abandon(job)
             raise
 
-    def _save(self, job: SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
-        self._together(partial(begin, job), job)
+    def _save(self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+        self._together(partial(writer.begin, job), job)
         if fill is not None:
             self._together(partial(fill, job.staging), job)
 
@@ -156,9 +217,9 @@ class Saver:
             return in_pieces(job.content)
 
         job = replace(job, content=self._together(complete, job))
-        self._together(partial(announce, job), job)
+        self._together(partial(writer.announce, job), job)
         if job.policy.is_blocking:
-            self._together(partial(write, job), job)
+            self._together(partial(writer.write, job), job)
             if not job.policy.is_alone:
                 self._after(job)
             return
@@ -189,11 +250,11 @@ class Saver:
         )
         return chosen
 
-    def _find_share(self, final: Path, nonce: str) -> DiskShare:
+    def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
-            return DiskShare(runtime.rank, world, runtime.rank == 0)
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         mark = final.parent / f".{nonce}"
         if runtime.rank == 0:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -204,13 +265,13 @@ class Saver:
         if runtime.rank == 0:
             mark.unlink(missing_ok=True)
         if all(row[0] for row in rows):
-            return DiskShare(runtime.rank, world, runtime.rank == 0)
+            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         # The same parts on every machine, so that their manifests are the same.
         num_parts = int(min(row[1] for row in rows))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
-        return DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
+        return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _together(self, act: Callable[[], _T], job: SaveJob) -> _T:
+    def _together(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
         """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
         result: _T | None = None
         failure: str | None = None
@@ -223,13 +284,13 @@ class Saver:
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
-            abandon(job)
+            writer.abandon(job)
             raise CheckpointError(
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
         return cast(_T, result)
 
-    def _after(self, job: SaveJob) -> None:
+    def _after(self, job: writer.SaveJob) -> None:
         """On own disks: all machines must hold the same, and only then the old ones go."""
         if self._collectives.world_size == self._runtime.local_world_size:
             return
@@ -381,7 +442,7 @@ def _leave_rows_out(collected: CollectedState) -> None:
         )
 
 
-def _check_spread(collected: CollectedState, share: DiskShare, is_alone: bool) -> None:
+def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
     """Refuse what cannot hold sharded state.
 
     Raises:

@@ -1,16 +1,27 @@
-"""What a save behind the loop writes: this rank's part of the state in host memory, which later saves use again."""
+"""What a rank writes: its boxes of sharded tensors, and its part in host memory where a save runs behind the loop.
 
-from collections.abc import Callable, Container, Iterator, Mapping
+What a rank writes of tensors that are sharded across ranks, and what the manifest says about them.
+
+How a DTensor is cut follows from its placements: every rank knows the whole grid, and rank 0 needs no list of boxes from the
+others, only that they found the same (a hash). Of other pieces each rank knows its own boxes, and lists them.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
+from headway.checkpoint.format.manifest import TensorEntry
+from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.runtime import side_streams
-from headway.runtime.arenas import arenas
-from headway.runtime.side_streams import StreamPoint
-from headway.weights.pieces import ShardPiece
-from headway.weights.shards import bits
+from headway.runtime import transfers
+from headway.runtime.transfers import StreamPoint, arenas
+from headway.weights.pieces import ShardPiece, TensorSplit
+from headway.weights.shards import bits, dtype_name
 
 log = get_logger(__name__)
 
@@ -42,8 +53,8 @@ class HostCopies:
 
     def __init__(
         self,
-        mark: Callable[[torch.device], StreamPoint] = side_streams.point,
-        allocate: Callable[[int], torch.Tensor] = side_streams.pinned,
+        mark: Callable[[torch.device], StreamPoint] = transfers.point,
+        allocate: Callable[[int], torch.Tensor] = transfers.pinned,
     ) -> None:
         self._mark = mark
         self._allocate = allocate
@@ -125,3 +136,126 @@ def _taken(
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def pattern_of(name: str) -> str:
+    """The files that a tensor of that name lies in, with `*` for the number of the part."""
+    return f"{name.split('/', 1)[0]}-*.safetensors"
+
+
+class ShardedTensors:
+    """One rank's part of what is spread.
+
+    Args:
+        tensors: the state; plain tensors are none of it.
+        part: this rank's number.
+
+    Attributes:
+        files: what this rank writes, by file: (key, values).
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], part: int) -> None:
+        self.files: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        self._tensors = tensors
+        self._listed: dict[str, list[list[Any]]] = {}
+        for name, piece in tensors.items():
+            if isinstance(piece, ShardPiece):
+                self._add(name, piece, part)
+
+    def _add(self, name: str, piece: ShardPiece, part: int) -> None:
+        file = file_of(pattern_of(name), part)
+        own = [box for box in piece.boxes if box.is_written and box.values.numel()]
+        if piece.split is not None:
+            keys = {chunk.offsets: chunk.key for chunk in _own(name, piece, self._tensors, file, part)}
+            if keys.keys() != {box.offsets for box in own}:
+                raise CheckpointError(f"{name} is laid out on this rank differently from its placements")
+            values = [(keys[box.offsets], box.values) for box in own]
+        else:
+            values = [(_key(name, number, self._tensors), box.values) for number, box in enumerate(own)]
+            self._listed[name] = [
+                [box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)
+            ]
+        if values:
+            self.files.setdefault(file, []).extend(values)
+
+    def told(self) -> dict[str, Any]:
+        """What rank 0 must know of it, as JSON."""
+        return {"grids": _digest(self._tensors), "boxes": self._listed}
+
+
+def _own(name: str, piece: ShardPiece, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
+    assert piece.split is not None
+    if _is_regular(piece.split):
+        number = piece.split.numbers.get(part)
+        return [] if number is None else [_grid(name, piece)[number]]
+    return [chunk for chunk in _chunks(name, piece, tensors) if chunk.file == file]
+
+
+def _is_regular(split: TensorSplit) -> bool:
+    """Does each rank write one box at the most?"""
+    return len(split.numbers) == len(split.writers)
+
+
+def _grid(name: str, piece: ShardPiece) -> ChunkGrid:
+    assert piece.split is not None
+    return ChunkGrid(name, piece.split.rows, pattern_of(name), piece.split.steps)
+
+
+def _chunks(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
+    """The boxes of a tensor of which a rank writes several."""
+    assert piece.split is not None
+    for number, (writer, offsets, shape) in enumerate(piece.split.boxes()):
+        yield TensorChunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
+
+
+def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
+    """Under which a box lies in a file: no tensor has that name."""
+    key = f"{name}@{number}"
+    while key in tensors:
+        key += "@"
+    return key
+
+
+def _entry(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> TensorEntry:
+    assert piece.split is not None
+    chunks = _grid(name, piece) if _is_regular(piece.split) else tuple(_chunks(name, piece, tensors))
+    return TensorEntry(piece.shape, dtype_name(piece.dtype), chunks)
+
+
+def _digest(tensors: Mapping[str, Any]) -> str:
+    found = {
+        name: _entry(name, each, tensors).encode()
+        for name, each in tensors.items()
+        if isinstance(each, ShardPiece) and each.split is not None
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
+    """The manifest's entries of what is spread.
+
+    Args:
+        tensors: the state, as the rank that commits has it.
+        told: what each part says.
+
+    Raises:
+        CheckpointError: ranks hold different states.
+    """
+    differing = [part for part, each in enumerate(told) if each["grids"] != told[0]["grids"]]
+    if differing:
+        raise CheckpointError(
+            f"rank {differing[0]} has different sharded tensors or placements than rank 0: a checkpoint needs the same model "
+            "and optimizer, sharded in the same way, on every rank"
+        )
+    listed: dict[str, list[TensorChunk]] = {}
+    for each in told:
+        for name, boxes in each["boxes"].items():
+            chunks = [TensorChunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
+            listed.setdefault(name, []).extend(chunks)
+    pieces = {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
+    return {
+        name: _entry(name, piece, tensors)
+        if piece.split is not None
+        else TensorEntry(piece.shape, dtype_name(piece.dtype), tuple(listed.get(name, ())))
+        for name, piece in pieces.items()
+    }

@@ -25,14 +25,14 @@ import torch
 from headway.checkpoint import folders
 from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
 from headway.checkpoint.format.manifest import VERSION, VERSION_WITH_GRIDS, Manifest, TensorEntry, WrittenFile
-from headway.checkpoint.format.shards import describe, prove_shard, write_shard
-from headway.checkpoint.saving.sharded_tensors import ShardedTensors, entries, pattern_of
+from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
+from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.events import notify
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.side_streams import StreamPoint
+from headway.runtime.transfers import StreamPoint
 from headway.weights.pieces import ShardPiece
 from headway.weights.shards import dtype_name
 

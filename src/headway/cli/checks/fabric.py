@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from headway.accelerator import Accelerator
-from headway.cli.checks.doctor import Finding
+from headway.cli.doctor import Finding
 from headway.common import env
 from headway.version import __version__
 

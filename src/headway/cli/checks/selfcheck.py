@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.accelerator import Accelerator
 from headway.config.run import DataLoaderConfiguration
-from headway.runtime.collectives.streams import synchronize_rng_states
+from headway.runtime.collectives.ranks import synchronize_rng_states
 from headway.runtime.seed import set_seed
 
 _NUM_ROWS = 37  # a prime, so that nothing divides evenly

@@ -14,7 +14,7 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
-from headway.checkpoint.resume.restored import Restored
+from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
 from headway.compat.accelerate.data.batches import convert_to_fp32

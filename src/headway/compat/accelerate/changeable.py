@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from headway.config import run, strategies
+from headway.config import engines, run
 
 
 class KwargsHandler:
@@ -37,7 +37,7 @@ class Changeable(KwargsHandler):
         return frozen(**{field.name: getattr(self, field.name) for field in fields(frozen) if field.init})
 
 
-class AutocastKwargs(Changeable, strategies.AutocastKwargs):
+class AutocastKwargs(Changeable, engines.AutocastKwargs):
     """Options of torch.autocast."""
 
 
@@ -63,11 +63,11 @@ class LiveDataLoaderConfiguration(DataLoaderConfiguration):
             self._use(fixed(self))
 
 
-class DistributedDataParallelKwargs(Changeable, strategies.DistributedDataParallelKwargs):
+class DistributedDataParallelKwargs(Changeable, engines.DistributedDataParallelKwargs):
     """Options of torch's DistributedDataParallel."""
 
 
-class GradScalerKwargs(Changeable, strategies.GradScalerKwargs):
+class GradScalerKwargs(Changeable, engines.GradScalerKwargs):
     """Options of torch's GradScaler."""
 
 
@@ -75,11 +75,11 @@ class GradientAccumulationPlugin(Changeable, run.GradientAccumulationPlugin):
     """How micro-batches form an update."""
 
 
-class InitProcessGroupKwargs(Changeable, strategies.InitProcessGroupKwargs):
+class InitProcessGroupKwargs(Changeable, engines.InitProcessGroupKwargs):
     """Options of torch's init_process_group."""
 
 
-class ProfileKwargs(Changeable, strategies.ProfileKwargs):
+class ProfileKwargs(Changeable, engines.ProfileKwargs):
     """Options of torch's profiler."""
 
 

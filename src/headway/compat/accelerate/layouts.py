@@ -2,8 +2,8 @@
 
 from enum import Enum
 
-from headway.config.layout.choice import ResolvedLayout
-from headway.config.spelled import Spelled
+from headway.config.launch import Spelled
+from headway.config.layout_choice import ResolvedLayout
 from headway.runtime.process import ProcessRuntime
 
 

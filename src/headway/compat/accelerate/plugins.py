@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from headway.common.optional import Later
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
-from headway.config.layout.choice import ResolvedLayout
-from headway.config.layout.context import TorchContextParallelConfig
-from headway.config.layout.request import LayoutRequest
-from headway.config.layout.sharding import ShardingOptions
+from headway.config.layout_choice import ResolvedLayout
+from headway.config.layout_request import LayoutRequest, TorchContextParallelConfig
+from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError
 
 meshes = Later("torch.distributed.device_mesh")

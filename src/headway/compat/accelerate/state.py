@@ -19,7 +19,7 @@ from headway.compat.accelerate.plugins import (
     fsdp_plugin_of,
     parallelism_of,
 )
-from headway.config.compiling import TorchDynamoPlugin
+from headway.config.engines import TorchDynamoPlugin
 from headway.config.load import UNSET, run_setting
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
@@ -254,7 +254,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """torch's device mesh, its axes named as in `headway.config.layout.mesh`; None where replicas need none."""
+        """torch's device mesh, its axes named as in `headway.config.mesh`; None where replicas need none."""
         return None if self._run is None else self._run.device_mesh
 
     @property

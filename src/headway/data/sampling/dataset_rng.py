@@ -23,7 +23,7 @@ import torch
 
 from headway.data.feeds.feed import State
 from headway.data.sampling.rng import GlobalStreams, state_from, text_of
-from headway.runtime import torch_stream
+from headway.runtime import seed
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,7 @@ class NumpyReader:
 
 
 _WRITE: tuple[Callable[[Any], Any], ...] = (
-    torch_stream.write,
+    seed.write_torch,
     random.setstate,
     lambda state: numpy.random.set_state(state),
 )
@@ -70,7 +70,7 @@ class DatasetRNGStates:
     """The lines of one dataset; places are numbers of torch's, Python's and NumPy's stream, in this order."""
 
     def __init__(self) -> None:
-        self._readers: tuple[Callable[[], Any], ...] = (torch_stream.read, random.getstate, NumpyReader().read)
+        self._readers: tuple[Callable[[], Any], ...] = (seed.read_torch, random.getstate, NumpyReader().read)
         self._dataset: dict[int, Any] = {}
         self._starts: dict[int, tuple[int, str]] = {}
         self._num_fetched = 0

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.data.sampling.rng import decode, encode, pack_seeded, read_text
-from headway.runtime import torch_stream
+from headway.runtime import seed
 
 
 class LoaderStream:
@@ -34,7 +34,7 @@ class LoaderStream:
             return torch.default_generator
         if self._own is None:
             self._own = torch.Generator()
-            self._own.set_state(torch_stream.read())
+            self._own.set_state(seed.read_torch())
         return self._own
 
     def draw(self) -> int:

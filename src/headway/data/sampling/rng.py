@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from headway.data.feeds.feed import State
-from headway.runtime import torch_stream
+from headway.runtime import seed
 
 Agree = Callable[[Any], Any]
 """Turns this rank's value into that of rank 0."""
@@ -215,10 +215,10 @@ _States = tuple[torch.Tensor, Any, Any]
 
 
 def _read_global() -> _States:
-    return torch_stream.read(), random.getstate(), numpy.random.get_state()
+    return seed.read_torch(), random.getstate(), numpy.random.get_state()
 
 
 def _write_global(states: _States) -> None:
-    torch_stream.write(states[0])
+    seed.write_torch(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])

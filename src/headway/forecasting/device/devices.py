@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from headway.common import env
-from headway.common.units import parse_bytes
+from headway.common.text import parse_bytes
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.device import calibration

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.strategies import DistributedDataParallelKwargs
+from headway.config.engines import DistributedDataParallelKwargs
 from headway.forecasting.tracing.step import StepEngine
 
 _MIB = 1 << 20

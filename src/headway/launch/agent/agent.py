@@ -30,30 +30,19 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.common.sealing import Seal, UnsealedCounter, users_secret
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
-from headway.launch.agent.decide import AgentAction, AgentSnapshot, decide
-from headway.launch.agent.endings import FailureReport, HangReport, MachineLost, RunEnded
+from headway.launch.agent import endings, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.rank_files import RankFiles
+from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.agent.records import PreemptedRun, find_preempted
-from headway.launch.agent.rendezvous import (
-    MEETING,
-    handler_for,
-    host_of,
-    patience,
-    time_to_meet,
-    use_interface,
-    watch_for,
-)
-from headway.launch.machine.control_group import MemoryWatch
-from headway.launch.machine.network import own_address, wait_for_name
+from headway.launch.machine import MemoryWatch
+from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
-from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.watch.machine import GRACE as HANG_GRACE
 from headway.launch.watch.machine import HangWatch, Worker
 from headway.log import silence_elastic
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
+from headway.runtime.control_plane.store import SealedStore
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""
@@ -88,21 +77,25 @@ class Agent(LocalElasticAgent):
         self._attempt = 0
         self.handed_on: signal.Signals | None = None
         if order.num_machines > 1:
-            address = own_address(host_of(order)) or ""
+            address = own_address(rendezvous.host_of(order)) or ""
             self._peers = PeerMachines(
                 order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit
             )
         self._seal = seal
-        self._exchange = AgentChannel(order.machine_rank, order.num_machines, host_of(order), seal, order.unit)
-        self._watch = HangWatch(patience(), _say, self._peers)
+        self._exchange = AgentChannel(
+            order.machine_rank, order.num_machines, rendezvous.host_of(order), seal, order.unit
+        )
+        self._watch = HangWatch(rendezvous.patience(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
-        self.report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun | None = None
+        self.report: (
+            endings.FailureReport | endings.MachineLost | endings.HangReport | endings.RunEnded | PreemptedRun | None
+        ) = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        watch = watch_for(self._order, _say, self._seal)
+        watch = rendezvous.watch_for(self._order, _say, self._seal)
         try:
             super()._rendezvous(worker_group)
         except RendezvousTimeoutError as error:
@@ -116,8 +109,8 @@ class Agent(LocalElasticAgent):
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
         num_here = worker_group.group_world_size or 1
-        hub_port = self._peers.open_hub(host_of(self._order)) if self._peers is not None else 0
-        store = SealedStore(cast(Any, self._store), MEETING, self._seal)
+        hub_port = self._peers.open_hub(rendezvous.host_of(self._order)) if self._peers is not None else 0
+        store = SealedStore(cast(Any, self._store), rendezvous.MEETING, self._seal)
         address = self._exchange.begin(store, world_size, attempt, num_here, hub_port)
         self._files.control = address.encode()
         if self._peers is not None:
@@ -161,19 +154,19 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._give_up_on_failed(worker_group)
         seen, left = self._look(worker_group)
-        step = decide(seen)
-        if step is AgentAction.END_SAVED and left is not None:
+        step = endings.decide(seen)
+        if step is endings.AgentAction.END_SAVED and left is not None:
             return self._end_with(worker_group, left, GRACE)
-        if step is AgentAction.END_ABORTED:
-            told = RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
+        if step is endings.AgentAction.END_ABORTED:
+            told = endings.RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
             return self._end_with(worker_group, told, HANG_GRACE)
-        if step is AgentAction.END_HANG and self._watch.found is not None:
-            return self._end_hang(worker_group, HangReport(self._watch.found))
-        is_alone, codes = step is AgentAction.END_ALONE, seen.codes
-        if step is not AgentAction.GO_ON:
+        if step is endings.AgentAction.END_HANG and self._watch.found is not None:
+            return self._end_hang(worker_group, endings.HangReport(self._watch.found))
+        is_alone, codes = step is endings.AgentAction.END_ALONE, seen.codes
+        if step is not endings.AgentAction.GO_ON:
             codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
-        if step is AgentAction.GO_ON and result.is_failed():  # since the look
+        if step is endings.AgentAction.GO_ON and result.is_failed():  # since the look
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
             codes = {first.local_rank: first.exitcode}
         report = self._explain(worker_group, codes) if any(codes.values()) else None
@@ -185,7 +178,7 @@ class Agent(LocalElasticAgent):
             result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
 
-    def _look(self, worker_group: WorkerGroup) -> tuple[AgentSnapshot, PreemptedRun | None]:
+    def _look(self, worker_group: WorkerGroup) -> tuple[endings.AgentSnapshot, PreemptedRun | None]:
         """What is seen now; where ranks begin to end with a checkpoint, after all of them have."""
         codes = self._ended()
         self._let_watch(worker_group, codes)
@@ -196,7 +189,7 @@ class Agent(LocalElasticAgent):
             codes = self._ended()
         is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
         is_aborted, hangs = bool(self._exchange.notice), self._watch.found is not None
-        return AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
+        return endings.AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
 
     def _failed_alive(self) -> list[int]:
         """Local ranks that have failed, by what they wrote, and whose processes are still there."""
@@ -218,7 +211,7 @@ class Agent(LocalElasticAgent):
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
         return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
 
-    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | RunEnded, grace: int) -> RunResult:
+    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | endings.RunEnded, grace: int) -> RunResult:
         """End all workers of a run that has saved, or was aborted; it is not restarted."""
         self._remaining_restarts = 0
         self.report = report
@@ -243,7 +236,7 @@ class Agent(LocalElasticAgent):
         self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
         self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
 
-    def _end_hang(self, worker_group: WorkerGroup, report: HangReport) -> RunResult:
+    def _end_hang(self, worker_group: WorkerGroup, report: endings.HangReport) -> RunResult:
         """End all workers of a run that hangs, the stopped ones too."""
         assert self._pcontext is not None
         self._watch.end()
@@ -265,8 +258,8 @@ class Agent(LocalElasticAgent):
         return [pid for local_rank, pid in self._pcontext.pids().items() if local_rank not in codes]
 
     def _blame_a_machine(
-        self, peers: PeerMachines, report: FailureReport | None
-    ) -> "FailureReport | MachineLost | None":
+        self, peers: PeerMachines, report: endings.FailureReport | None
+    ) -> "endings.FailureReport | endings.MachineLost | None":
         """The loss of a machine in the place of what it led to here."""
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
@@ -280,7 +273,7 @@ class Agent(LocalElasticAgent):
         return (
             report
             if machine is None
-            else MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
+            else endings.MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
         )
 
     def _lost_a_machine(self) -> None:
@@ -293,7 +286,7 @@ class Agent(LocalElasticAgent):
             if has_ended and not self._peers.has_lost_hub:
                 return  # the main thread has seen to it, and may be waiting for that machine to come back
             if not has_ended:
-                _say(MachineLost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
+                _say(endings.MachineLost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
             self.kill()
             os._exit(self._peers.exit_code)
 
@@ -356,7 +349,7 @@ class Agent(LocalElasticAgent):
                     handler.close(death_sig=death_sig)
             self._wait_for_all(POLITE)
             death_sig = signal.SIGTERM
-        is_held = isinstance(self.report, HangReport) and bool(self.report.left)
+        is_held = isinstance(self.report, endings.HangReport) and bool(self.report.left)
         seconds = 1 if is_held else timeout
         if context is not None and not TAKES_TIMEOUT:
             context.close(death_sig, seconds)  # torch's own then finds nothing to wait for
@@ -382,7 +375,7 @@ class Agent(LocalElasticAgent):
         self._given_up.clear()
         super()._restart_workers(worker_group)
 
-    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> FailureReport:
+    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> endings.FailureReport:
         assert self._pcontext is not None
         pids = self._pcontext.pids()
         found = (
@@ -393,9 +386,11 @@ class Agent(LocalElasticAgent):
         )
         deaths = tuple(death for death in found if death is not None)
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
-        return FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
+        return endings.FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(self, report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun) -> None:
+    def _keep(
+        self, report: endings.FailureReport | endings.MachineLost | endings.HangReport | endings.RunEnded | PreemptedRun
+    ) -> None:
         if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
             report.write(Path(self._order.log_dir) / "failure.json")
 
@@ -404,7 +399,7 @@ class Agent(LocalElasticAgent):
         if total := self._seal.strangers.total():
             _say(f"headway: {total}")
         if self.report is None and has_failed:
-            self.report = RunEnded(
+            self.report = endings.RunEnded(
                 "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
             )
         if self.report is None:
@@ -444,7 +439,7 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
         monitor_interval=order.monitor_interval,
         master_addr=address[0],
         master_port=address[1],
-        local_addr=None if order.backend == "local" else own_address(host_of(order)),
+        local_addr=None if order.backend == "local" else own_address(rendezvous.host_of(order)),
         numa_options=NumaOptions(AffinityMode.NODE) if order.is_bound_to_cores else None,
     )
 
@@ -458,10 +453,10 @@ def run(order: AgentOrder) -> int:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
     try:
         if order.endpoint:
-            wait_for_name(host_of(order), time_to_meet(order), _say)
-        use_interface(order)
+            wait_for_name(rendezvous.host_of(order), rendezvous.time_to_meet(order), _say)
+        rendezvous.use_interface(order)
         seal = Seal(users_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
-        handler = handler_for(order, _say, seal)
+        handler = rendezvous.handler_for(order, _say, seal)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)), seal)
         kill_when_stuck(agent, order.grace, GRACE + 5, _say)
         code = agent.finish(agent.run().is_failed())

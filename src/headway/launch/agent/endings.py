@@ -1,14 +1,20 @@
-"""How a run ends, told once: the first failure first, a lost machine, an end on purpose, a hang; failure.json for machines."""
+"""How a run ends, told once: the first failure first, a lost machine, an end on purpose, a hang; failure.json for machines.
+
+What the agent does next, from what it sees of its ranks and of the other machines: a pure function of a table.
+"""
 
 import json
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
+from headway.common.text import ranges
 from headway.common.traces import plain, shorten_crash
+from headway.errors import PREEMPTED
 from headway.launch.agent.records import RankExit
 from headway.launch.watch import judge
 from headway.launch.watch.machine import Hang
@@ -70,7 +76,7 @@ class FailureReport:
                 lines.append(shorten_crash(first.crash).rstrip())
         lines += self._others(first)
         if self.finished and first.record is not None and first.record.is_consequence:
-            who = f"rank{'s' if len(self.finished) > 1 else ''} {_ranges(list(self.finished))}"
+            who = f"rank{'s' if len(self.finished) > 1 else ''} {ranges(self.finished)}"
             lines.insert(
                 1,
                 f"headway: {who} had finished the script by then, so the others waited in vain: give all ranks "
@@ -105,7 +111,7 @@ class FailureReport:
         ]
         lines = []
         if alike:
-            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {_ranges(alike)}")
+            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {ranges(alike)}")
         lines += consequences(later, self.world_size, first.rank)
         num_ended = self.world_size - len(alike) - len(self.finished) - 1 - len(later)
         if num_ended > 0:
@@ -244,7 +250,7 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
     for where, ranks in lost.items():
         other = f"rank {first}" if world_size == 2 and first is not None else "the others"
         who, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
-        lines[ranks[0]] = f"headway: {who} {_ranges(ranks)} then lost {its} connection to {other}{where}"
+        lines[ranks[0]] = f"headway: {who} {ranges(ranks)} then lost {its} connection to {other}{where}"
     return [lines[rank] for rank in sorted(lines)]
 
 
@@ -257,18 +263,52 @@ def _is_alike(one: RankExit, other: RankExit) -> bool:
     ) and not one.record.is_consequence
 
 
-def _ranges(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2, 5'."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write failure.json, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+class AgentAction(Enum):
+    """What is next."""
+
+    GO_ON = "let the ranks run, or end well"
+    END_SAVED = "end a run whose ranks have saved, as they were asked to: no failure, and nothing is restarted"
+    END_ABORTED = "end a run that a rank has ended on purpose; nothing is restarted"
+    END_HANG = "end a run that hangs, the stopped ranks too"
+    END_ALONE = "end the ranks here, as the run has ended on another machine or lost it"
+    END_FAILED = "end the other ranks, as one has failed"
+
+
+@dataclass(frozen=True)
+class AgentSnapshot:
+    """What the agent sees at one look.
+
+    Attributes:
+        codes: exit codes by local rank, of the ranks that have ended.
+        has_saved: one of them has left word of the checkpoint that it was asked for.
+        is_aborted: the run was ended on purpose, by any rank.
+        hangs: the hang watch has a verdict.
+        is_alone: another machine has failed, or is lost.
+    """
+
+    codes: Mapping[int, int] = field(default_factory=dict)
+    has_saved: bool = False
+    is_aborted: bool = False
+    hangs: bool = False
+    is_alone: bool = False
+
+
+def decide(seen: AgentSnapshot) -> AgentAction:
+    """The next step. A rank that failed here says more than a notice or a verdict, which may follow from it."""
+    codes = set(seen.codes.values())
+    has_failed = bool(codes - {0})
+    if PREEMPTED in codes and seen.has_saved and codes <= {0, PREEMPTED}:
+        return AgentAction.END_SAVED
+    if seen.is_aborted and not has_failed:
+        return AgentAction.END_ABORTED
+    if seen.hangs and not has_failed:
+        return AgentAction.END_HANG
+    if seen.is_alone:
+        return AgentAction.END_ALONE
+    return AgentAction.END_FAILED if has_failed else AgentAction.GO_ON

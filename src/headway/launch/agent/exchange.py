@@ -18,8 +18,16 @@ from headway.common.sealing import Seal
 from headway.common.untrusted import plain
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import NOTICE, StoreAddress, StoreLink, named, present, roll, serve
+from headway.runtime.control_plane.store import (
+    NOTICE,
+    SealedStore,
+    StoreAddress,
+    StoreLink,
+    named,
+    present,
+    roll,
+    serve,
+)
 
 _KEY = "headway/control"
 _FAILED = "failed"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headway.errors import LaunchError
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import SealedStore
 
 T = TypeVar("T")
 

@@ -18,10 +18,9 @@ from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import run_setting
 from headway.errors import LaunchError
 from headway.launch.agent import meeting
-from headway.launch.machine.network import free_port, interface_of, own_address
+from headway.launch.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import serve
+from headway.runtime.control_plane.store import SealedStore, serve
 
 T = TypeVar("T")
 

@@ -1,13 +1,12 @@
 """The hang watch: which rank the others wait for, where it is, and why; with an agent that looks on, and without."""
 
-from headway.runtime import process
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import process, pulse
 
 
 def start() -> None:
     """Watch this process, unless an agent does, it is alone, or its patience has no end; until its runtime ends."""
     runtime = process.current()
     if runtime.world_size > 1 and not pulse.is_watched() and runtime.patience < process.FOR_EVER:
-        from headway.launch.watch import alone  # one process, and one that an agent watches, needs none of it
+        from headway.launch.watch import machine  # one process, and one that an agent watches, needs none of it
 
-        alone.start(runtime)
+        machine.start(runtime)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.common.units import format_seconds
-from headway.launch.watch import frames as stacks
+from headway.common.text import format_seconds, ranges
+from headway.launch.watch import views as stacks
 from headway.launch.watch.views import LATE, CollectiveCall, RankView
 from headway.runtime.control_plane.attendance import SAVE
 
@@ -314,15 +314,7 @@ def _for_what(waiting: Sequence[RankView]) -> str:
 
 
 def _ranks(views: Sequence[RankView]) -> str:
-    numbers = sorted(view.rank for view in views)
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    listed = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
+    return f"rank{'s' if len(views) > 1 else ''} {ranges(view.rank for view in views)}"
 
 
 def encode(verdict: HangDiagnosis) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import psutil
 import torch
 
 from headway.common import env
-from headway.common.units import parse_bytes
+from headway.common.text import parse_bytes
 from headway.errors import DeviceMapError, HeadwayError
-from headway.launch.machine.control_group import control_groups
+from headway.launch.machine import control_groups
 from headway.log import get_logger
 from headway.memory.free import free_bytes
 from headway.runtime import process

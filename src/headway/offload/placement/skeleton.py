@@ -276,22 +276,10 @@ _OWN = __file__
 _TORCH = str(Path(torch.__file__).parent)
 # By name: libraries put wrappers of the same names in the place of torch.nn.init's functions.
 _FILLERS = frozenset(
-    {
-        "uniform_",
-        "normal_",
-        "trunc_normal_",
-        "constant_",
-        "ones_",
-        "zeros_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-        "xavier_normal_",
-        "orthogonal_",
-        "fill_",
-        "zero_",
-        "random_",
-    }
+    """
+    uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
+    orthogonal_ fill_ zero_ random_
+    """.split()  # noqa: SIM905
 )
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 # What may be asked of a stand-in without making it real: everything about it but its values.

@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.errors import HeadwayError, UnsupportedError
 from headway.forecasting.tracing.step import autocast
-from headway.precision.base import FullPrecision
+from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree
 from headway.strategies.base import Strategy
 
@@ -129,7 +129,7 @@ class CutSequences(StepDriver):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Blocks that are computed again see their parts."""
-        self._strategy.backward(loss, 1.0, FullPrecision())
+        self._strategy.backward(loss, 1.0, Precision())
 
 
 class Pipeline(StepDriver):
@@ -174,7 +174,7 @@ class Pipeline(StepDriver):
 
     def backward(self, loss: torch.Tensor) -> None:
         """The loss's own, then the stages' from last to first."""
-        self._strategy.backward(loss, 1.0, FullPrecision())
+        self._strategy.backward(loss, 1.0, Precision())
 
     def _run(self, forward: Forward) -> None:
         step, model = forward.step, forward.model

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.forecasting.tracing.trace import StorageTracker
 from headway.forecasting.tracing.work import flops_of
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headway.training.recompute.offload import CopyLane, Host, Names, Ways, pretending
+from headway.training.transforms.activation_offload import CopyLane, Host, Names, Ways, pretending
 
 
 class TracedLane(CopyLane):

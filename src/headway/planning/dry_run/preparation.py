@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.layout.mesh import Layout
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import Layout
 from headway.planning.dry_run.fake_collectives import FakeCollectives, FakeStageGroup, PeerAnswer
 from headway.planning.dry_run.fake_group import OneOfEach, pretend
 from headway.runtime.device import CPU
@@ -18,7 +18,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.strategies.build import build_strategy
 from headway.training.prepared.model import attach
-from headway.training.recompute.checkpointing import checkpoint_activations
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 
 @contextmanager

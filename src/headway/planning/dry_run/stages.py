@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from headway.config.layout.mesh import Layout
+from headway.config.mesh import Layout
 from headway.errors import StateError
 from headway.planning.dry_run.fake_collectives import AnswerNotReady, PeerAnswer
 from headway.planning.dry_run.trial import StepDryRun

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device, find
 from headway.forecasting.device.kernels import substituted
@@ -27,7 +27,7 @@ from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, P
 from headway.planning.dry_run.preparation import as_rank
 from headway.planning.shares import TensorShare, pieces, storage_bytes
 from headway.strategies.base import Strategy
-from headway.strategies.fully_sharded.gradients import local
+from headway.strategies.fully_sharded.dtensors import local
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CollectiveError, ConfigError
-from headway.runtime.collective_log import VOTE, CollectiveLog, Step
-from headway.runtime.collectives.coalesced import start_all
+from headway.runtime.collective_log import VOTE, CollectiveLedger, CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.runtime.control_plane.attendance import Attendance
-from headway.runtime.group import MARGIN, carries_cpu, part
-from headway.runtime.heartbeat.ledger import CollectiveLedger, LedgerEntry
+from headway.runtime.group import MARGIN, carries_cpu, part, start_all
 from headway.runtime.process import ProcessRuntime
 
 NUM_SLOTS = 32
@@ -31,21 +29,8 @@ _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min"
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_CARRIED = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
+_CARRIED_NAMES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
+_CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
 _BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 

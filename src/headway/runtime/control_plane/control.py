@@ -21,10 +21,10 @@ from headway.common.callsite import call_site
 from headway.common.sealing import Seal, UnsealedCounter
 from headway.errors import CollectiveError, ConfigError, ControlPlaneError
 from headway.log import get_logger
-from headway.runtime import process
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime import process, pulse
 from headway.runtime.control_plane.store import (
     NOTICE,
+    SealedStore,
     StoreLink,
     end_process,
     first_line,
@@ -33,7 +33,6 @@ from headway.runtime.control_plane.store import (
     wait_for,
     whereabouts,
 )
-from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 Op = Literal["any", "min", "max", "sum"]

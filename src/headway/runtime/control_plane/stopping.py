@@ -25,12 +25,10 @@ from datetime import timedelta
 from headway.common import scope
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
-from headway.runtime import process
+from headway.runtime import heartbeat, process, pulse
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import Control, current
 from headway.runtime.control_plane.store import first_line, named
-from headway.runtime.heartbeat import file as pulse
-from headway.runtime.heartbeat import thread as heartbeat
 from headway.runtime.signals import SignalFlags
 
 LOOK = 0.2

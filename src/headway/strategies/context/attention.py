@@ -1,9 +1,13 @@
-"""Attention over sequences of which each rank holds a part: its queries see all keys and values, which are gathered.
+"""Attention over sequences of which each rank holds a part: all keys and values gathered, or torch's ring.
 
 `WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever
 makes them; gradients of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of
 which sees the keys up to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's
 own ring attention takes the causal calls (`ring`).
+
+torch's own context parallelism for causal attention: keys and values travel while earlier ones are computed with.
+
+torch has it for the kernels of accelerators (flash, memory-efficient and cuDNN attention) and not for the CPU's.
 """
 
 from collections.abc import Callable
@@ -13,9 +17,11 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from headway.common.optional import Later
 from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.log import get_logger
 from headway.strategies.blocks import extend
-from headway.strategies.context import zigzag
+from headway.strategies.context import sequences
 from headway.strategies.tensor.crossings import SplitAxis
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,7 +57,7 @@ class WholeSequenceAttention(TorchFunctionMode):
 
     def note_length(self, length: int) -> None:
         """How long sequences are, without what pads them."""
-        self._is_padded = zigzag.padded(length, self._axis) != length
+        self._is_padded = sequences.padded(length, self._axis) != length
 
     def forget_calls(self) -> None:
         """Count anew."""
@@ -89,7 +95,7 @@ class WholeSequenceAttention(TorchFunctionMode):
         if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
             found: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
             return found
-        both = zigzag.gather(torch.cat([key, value], -1), self._axis, -2)
+        both = sequences.gather(torch.cat([key, value], -1), self._axis, -2)
         key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if is_plain:
@@ -110,7 +116,7 @@ class WholeSequenceAttention(TorchFunctionMode):
     def _length_of(self, mask: torch.Tensor, query: torch.Tensor) -> int:
         """How many keys a mask is for; its rows must be this rank's part."""
         part, length = query.shape[-2], mask.shape[-1]
-        is_whole = zigzag.padded(length, self._axis) == part * self._axis.size
+        is_whole = sequences.padded(length, self._axis) == part * self._axis.size
         if not is_whole or (mask.dim() > 1 and mask.shape[-2] not in (1, part)):
             raise UnsupportedError(
                 f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {part} of {part * self._axis.size} tokens: "
@@ -120,7 +126,7 @@ class WholeSequenceAttention(TorchFunctionMode):
 
     def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         places = torch.arange(key.shape[-2], device=query.device)
-        return zigzag.part_of(places, self._axis, 0)[:, None] >= places
+        return sequences.part_of(places, self._axis, 0)[:, None] >= places
 
     def _lower_right(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
@@ -225,14 +231,14 @@ class _CausalOnCpu(torch.autograd.Function):
                     of_value[:, :, here] += more[2]
             of_query.append(total)
         both = torch.cat([_summed(of_key, key), _summed(of_value, value)], -1)
-        both = zigzag.scatter(both, axis, -2)
+        both = sequences.scatter(both, axis, -2)
         return torch.cat(of_query, 2), both[..., : key.shape[-1]], both[..., key.shape[-1] :], None, None
 
 
 def _pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
     """This rank's pieces, and where in the sequence they begin."""
     step = query.shape[2] // 2
-    numbers = zigzag.pieces_of(axis.rank, axis)
+    numbers = sequences.pieces_of(axis.rank, axis)
     return [(query.narrow(2, place * step, step), number * step) for place, number in enumerate(numbers)]
 
 
@@ -240,7 +246,7 @@ def _whole(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values, with as many heads as there are queries; repeated here, they travel once."""
-    both = zigzag.gather(torch.cat([key, value], -1), axis, -2)
+    both = sequences.gather(torch.cat([key, value], -1), axis, -2)
     times = query.shape[1] // key.shape[1]
     both = both if times == 1 else both.repeat_interleave(times, 1)
     return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
@@ -264,3 +270,96 @@ def _forward(
     total = torch.logaddexp(sums, its_sums)
     shares = [(each - total).exp().unsqueeze(-1) for each in (sums, its_sums)]
     return (out * shares[0] + before * shares[1]).to(query.dtype), total
+
+
+attention = Later("torch.distributed.tensor.experimental._attention")
+
+log = get_logger(__name__)
+_KINDS = ("cuda",)
+"""Devices whose kernels torch's ring attention knows."""
+_NEEDED = (
+    "_ContextParallel", "_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher", "_cp_options",
+    "set_rotate_method",
+)  # fmt: skip
+
+
+class RingDispatcher:
+    """Those in use, and how keys and values travelled before: torch has one dispatcher and one way for the whole process."""
+
+    def __init__(self) -> None:
+        self._held: list[RingAttention] = []
+        self._before: Any = None
+
+    def enter(self, ring: "RingAttention", rotation: str) -> None:
+        """Let torch's attention be a ring that sends in this way."""
+        if not self._held:
+            self._before = attention._cp_options.rotate_method
+        attention.set_rotate_method(rotation)
+        attention._enable_context_parallel_dispatcher()
+        self._held.append(ring)
+
+    def leave(self, ring: "RingAttention") -> None:
+        """The last ring leaves torch as it was."""
+        if ring not in self._held:
+            return
+        self._held.remove(ring)
+        if not self._held:
+            attention._cp_options.rotate_method = self._before
+            attention._disable_context_parallel_dispatcher()
+
+
+def find(mesh: Any, rotation: str, known: RingDispatcher) -> "RingAttention | None":
+    """Causal attention by torch's ring; None where it has no kernel, or where this torch has another form of it.
+
+    Args:
+        mesh: the ranks, a DeviceMesh of one dimension.
+        rotation: "allgather" or "alltoall": how keys and values travel.
+        known: the process's rings.
+    """
+    if mesh.device_type not in _KINDS:
+        if rotation == "alltoall":
+            log.warning_once(
+                "cp_comm_strategy='alltoall' is torch's ring attention, which has no kernel for %s: keys and values are gathered",
+                mesh.device_type,
+            )
+        return None
+    missing = [name for name in _NEEDED if not hasattr(attention, name)]
+    if missing:
+        log.warning_once(
+            "torch %s lacks %s: keys and values are gathered instead of torch's ring attention",
+            torch.__version__,
+            ", ".join(missing),
+        )
+        return None
+    return RingAttention(mesh, rotation, known)
+
+
+class RingAttention:
+    """torch's ring attention on the ranks of one axis.
+
+    Args:
+        mesh: the ranks.
+        rotation: how keys and values travel.
+        known: the process's rings.
+    """
+
+    def __init__(self, mesh: Any, rotation: str, known: RingDispatcher) -> None:
+        self._mesh, self._known = mesh, known
+        kind = attention._ContextParallel
+        self._style = kind(seq_dim=2, attention_type=kind.AttentionType.SDPA)
+        known.enter(self, rotation)
+
+    def release(self) -> None:
+        """Stop using torch's."""
+        self._known.leave(self)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Causal attention of this rank's parts, which lie as torch's head-tail balancer lays them."""
+        times = query.shape[1] // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        given = {"is_causal": True, "scale": scale}
+        args, kwargs = self._style.sdpa_input_fn(None, (query, key, value), given, self._mesh)
+        out = functional.scaled_dot_product_attention(*args, **kwargs)
+        found: torch.Tensor = self._style.sdpa_output_fn(None, None, out, self._mesh)
+        return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.config.parallelism import TensorParallelOptions
 from headway.errors import UnsupportedError
 from headway.runtime.collectives import tree
 

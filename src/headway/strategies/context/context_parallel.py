@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.context import TorchContextParallelConfig
+from headway.config.layout_request import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives import tree
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.blocks import find_blocks
+from headway.strategies.context import attention, sequences
 from headway.strategies.context import check as context_check
-from headway.strategies.context import ring, zigzag
 from headway.strategies.context.attention import RING_STEP, WholeSequenceAttention, put_in, take_out
-from headway.strategies.context.labels import LabelledCall, SplitLabels
+from headway.strategies.context.sequences import LabelledCall, SplitLabels
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings
 from headway.strategies.tensor.crossings import SplitAxis
-from headway.strategies.tensor.rng import SplitRNG
 
 log = get_logger(__name__)
 
@@ -91,8 +91,8 @@ class ContextParallel:
         self._eager = _use_sdpa(model)
         self._parameters = _positional(model)
         self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
-        self._ring = ring.find(
-            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.RingDispatcher)
+        self._ring = attention.find(
+            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
         )
         self._attention = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
         self._streams = SplitRNG(self._axis)
@@ -198,20 +198,20 @@ class ContextParallel:
     def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
         """What the caller gets: whole."""
         has_loss = _has_loss(call, out)
-        part = zigzag.padded(self._length, self._axis) // self._axis.size
+        part = sequences.padded(self._length, self._axis) // self._axis.size
 
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if way is SplitRegion.BLOCKS:
-                return zigzag.one_of(leaf, self._axis)
+                return sequences.one_of(leaf, self._axis)
             if _is_loss(leaf):
                 return self._total(leaf, call, way) if has_loss else leaf
             if leaf.dim() < 2 or leaf.shape[1] != part:
                 return leaf
             if has_loss and is_training:
                 return PartialOutput(leaf.shape, self._length)
-            return zigzag.join(leaf, self._axis, 1, self._length)
+            return sequences.join(leaf, self._axis, 1, self._length)
 
         return tree.map_leaves(whole, out)
 
@@ -321,7 +321,7 @@ class ContextParallel:
         is_first = block is self._first
         part = self._part(x) if is_first else x
         total = part.shape[1] * self._axis.size
-        if self._phase is CallPhase.CUT and zigzag.padded(self._length, self._axis) != total:
+        if self._phase is CallPhase.CUT and sequences.padded(self._length, self._axis) != total:
             raise PrepareError(
                 f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
             )
@@ -341,7 +341,7 @@ class ContextParallel:
         if self._phase is CallPhase.CUT:
             self._length = x.shape[1]
             self._attention.note_length(self._length)
-        return zigzag.part_of(x, self._axis, 1)
+        return sequences.part_of(x, self._axis, 1)
 
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
@@ -354,7 +354,7 @@ class ContextParallel:
             return None
 
         def joined(part: torch.Tensor) -> torch.Tensor:
-            return zigzag.join(part, self._axis, 1, self._length, times=self._axis.size)
+            return sequences.join(part, self._axis, 1, self._length, times=self._axis.size)
 
         return (joined(output[0]), *output[1:]) if isinstance(output, tuple) else joined(output)
 
@@ -366,15 +366,17 @@ class ContextParallel:
                 return False
             if self._phase is CallPhase.CUT:
                 return tensor.shape[dim] == self._length
-            return zigzag.padded(tensor.shape[dim], self._axis) == total  # in backward another call may have come since
+            return (
+                sequences.padded(tensor.shape[dim], self._axis) == total
+            )  # in backward another call may have come since
 
         is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
         if is_number and is_long(-1):
-            return zigzag.part_of(tensor, self._axis, -1)
+            return sequences.part_of(tensor, self._axis, -1)
         if is_long(-2):  # rows of a mask, or a vector for each token
-            return zigzag.part_of(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
+            return sequences.part_of(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
         if tensor.dim() < 3 and is_long(-1):
-            return zigzag.part_of(tensor, self._axis, -1)
+            return sequences.part_of(tensor, self._axis, -1)
         return tensor
 
 

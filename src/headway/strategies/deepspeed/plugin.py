@@ -1,21 +1,23 @@
 """DeepSpeed's settings as requested: its JSON from any source, and Accelerate's plugin. Torch-free.
 
-`headway.strategies.deepspeed.keys` fills in what the JSON leaves to the run, and accounts for every key.
+`headway.strategies.deepspeed.config` fills in what the JSON leaves to the run, and accounts for every key.
+
+Accelerate's stand-ins for an optimizer and a schedule that DeepSpeed's JSON defines. Torch-free.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.common.untrusted import parse_json, shown
+from headway.config.engines import EngineOptions
 from headway.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
-from headway.config.layout.choice import RequestedLayout, ResolvedLayout
-from headway.config.layout.mesh import ENGINES
+from headway.config.layout_choice import RequestedLayout, ResolvedLayout
 from headway.config.load import run_setting
-from headway.config.strategies import EngineOptions
+from headway.config.mesh import ENGINES
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.process import ProcessRuntime
 
@@ -340,3 +342,46 @@ def unscaled(plugin: DeepSpeedPlugin | None, options: EngineOptions) -> EngineOp
 def steps(plugin: DeepSpeedPlugin | None, given: int | None, windows: object) -> int | None:
     """Micro-batches per update where the Accelerator is told so; else, and where no plugin for windows is given, the JSON's."""
     return given if plugin is None or given is not None or windows is not None else plugin.num_steps
+
+
+class DummyOptim:
+    """Stands for the optimizer of DeepSpeed's JSON, over these parameters; prepare() gives the real one back.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, where the JSON says "auto".
+        weight_decay: weight decay, where the JSON says "auto".
+        kwargs: the same for others, by name.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the schedule of DeepSpeed's JSON, or for what a function makes; prepare() gives the real one back.
+
+    Args:
+        optimizer: the optimizer, or its stand-in.
+        total_num_steps: updates that a single process would make, where the JSON says "auto".
+        warmup_num_steps: updates of warm-up, where the JSON says "auto".
+        lr_scheduler_callable: makes the schedule from the optimizer.
+        kwargs: others, by name, where the JSON says "auto".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

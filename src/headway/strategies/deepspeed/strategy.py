@@ -15,21 +15,17 @@ import torch.distributed as dist
 
 from headway.common import env
 from headway.common.optional import require
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
-from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.strategies.deepspeed.config import DeepSpeedConfigReport, Facts, StandIns, complete_config, known_keys
 from headway.strategies.deepspeed.engine import ZeroEngine, quieten
-from headway.strategies.deepspeed.from_json import StandIns
-from headway.strategies.deepspeed.keys import DeepSpeedConfigReport, Facts, complete_config
-from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, takes_cpu_adam
-from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.strategies.deepspeed.schema import known_keys
-from headway.strategies.deepspeed.state import ZeroState
+from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, ZeroState, takes_cpu_adam
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 log = get_logger(__name__)
 

@@ -1,17 +1,27 @@
-"""What torch's fully_shard keeps inside: the one file that reads its private state.
+"""What torch's fully_shard keeps inside, and the exchanges that it makes: the one file that reads its private state.
 
 Between two backwards that do not reduce, a gradient lies whole in FSDP's own records, and `parameter.grad` is None. Autograd sees
 the whole parameters, not those that the module tree shows at rest. Both are reached from here.
+
+The exchanges that FSDP makes on its own, in hooks of the forward and the backward: seen here, and stood in for.
+
+Each unit's gather and each reduction of its gradients is entered into the ledger by the unit's name, so that a report of a hang
+says in which one a rank waits; and, while a batch is in hand that may be run again, into its trail. torch's public hooks are
+`set_custom_all_gather`, `set_custom_reduce_scatter` and, for the sum over replicas (HSDP), the hook that comes after it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headway.common.optional import Later
-from headway.errors import UnsupportedError
+from headway.errors import CollectiveError, UnsupportedError
+from headway.runtime.collective_log import CollectiveLog, LedgerEntry, Step
+from headway.runtime.collectives.checked import Collectives
+from headway.weights.shards import dtype_name
 
 fsdp = Later("torch.distributed.fsdp")
 
@@ -143,3 +153,196 @@ def forget_gradients(model: torch.nn.Module) -> None:
         whole = whole_parameter(record)
         if whole is not None:
             whole.grad = None
+
+
+PLACE = "fsdp"
+"""What a batch's trail calls the groups of FSDP."""
+
+_GATHER, _SCATTER, _TOTAL = "gather", "scatter", "total"
+_ROOM = 32  # the pulse's, for the name of an operation
+_OPERATIONS = {"AVG": dist.ReduceOp.AVG, "SUM": dist.ReduceOp.SUM}
+
+
+class FSDPUnit:
+    """One of FSDP's groups of parameters, and what notes its exchanges.
+
+    Args:
+        group: FSDP's record of it.
+        name: of its module.
+        key: (number of the model, number of the unit).
+        everyone: all ranks; its ledger takes the entries.
+    """
+
+    def __init__(self, group: Any, name: str, key: tuple[int, int], everyone: Collectives) -> None:
+        self.group = group
+        self._key = key
+        self._ledger = everyone.ledger
+        self._trail = everyone.runtime.scope.own(CollectiveLog)
+        self._names = {
+            _GATHER: _named("all-gather", name),
+            _SCATTER: _named("reduce-scatter", name),
+            _TOTAL: _named("all-reduce", name),
+        }
+        self._total: LedgerEntry | None = None
+
+    def enter(self, kind: str, *how: Any) -> LedgerEntry:
+        """This exchange begins."""
+        entry = self._ledger.record(self._names[kind])
+        self._trail.note(PLACE, kind, *self._key, *how)
+        return entry
+
+    def leave(self, entry: LedgerEntry) -> None:
+        """It is over, or with an accelerator's engine on its way."""
+        self._trail.passed()
+        self._ledger.leave(entry)
+
+    def await_total(self, output: torch.Tensor, op: str) -> None:
+        """Gradients have been scattered; where the shards have replicas, FSDP sums over them next."""
+        if self.group._is_hsdp and self.group.all_reduce_grads:
+            self._total = self.enter(_TOTAL, output.numel(), dtype_name(output.dtype), op)
+
+    def note_total(self, output: torch.Tensor) -> None:
+        """They are summed over the replicas."""
+        if self._total is not None:
+            self.leave(self._total)
+            self._total = None
+
+    # ---------------------------------------------------------------- standing in
+
+    def ranks(self, kind: str) -> list[int]:
+        """Who takes part in it."""
+        ranks: list[int] = dist.get_process_group_ranks(self._process_group(kind))
+        return ranks
+
+    def _process_group(self, kind: str) -> Any:
+        group = self.group
+        if kind == _GATHER:
+            return group._all_gather_process_group
+        return group._reduce_scatter_process_group if kind == _SCATTER else group._all_reduce_process_group
+
+    def stand_in(self, kind: str, how: Sequence[Any]) -> None:
+        """Take part: this rank's own parts in gathers, so that what the others compute stays right; zeros in sums.
+
+        Raises:
+            CollectiveError: gradients are combined in a way that needs this rank's numbers.
+        """
+        group = self.group
+        if kind == _GATHER:
+            group.unshard()
+            group._reset_iter_state()  # waits for it, and frees what came
+            return
+        numel, dtype, op = how
+        if op not in _OPERATIONS:
+            raise CollectiveError(f"gradients are reduced by {op}, in which no rank can stand in with zeros")
+        zeros = torch.zeros(numel, dtype=getattr(torch, dtype), device=group.device)
+        if kind == _TOTAL:
+            entry = self.enter(_TOTAL, *how)
+            dist.all_reduce(zeros, op=_OPERATIONS[op], group=self._process_group(kind))
+            self.leave(entry)
+            return
+        output = zeros.new_empty(numel // self._process_group(kind).size())
+        ReduceScatterHook.of(group).run(output, zeros, self._process_group(kind), _OPERATIONS[op])
+
+
+class _CommHook:
+    """FSDP's own way of an exchange, with an entry before and after it."""
+
+    def __init__(self, inner: Any, unit: FSDPUnit) -> None:
+        self.inner: Any = inner.inner if isinstance(inner, _CommHook) else inner
+        self.unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where it arrives."""
+        made: torch.Tensor = self.inner.allocate(size, dtype=dtype, device=device)
+        return made
+
+
+class AllGatherHook(_CommHook):
+    """The gathering of a unit's parameters."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """As torch calls it."""
+        entry = self.unit.enter(_GATHER)
+        work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        self.unit.leave(entry)
+        return work
+
+
+class ReduceScatterHook(_CommHook):
+    """The reduction of a unit's gradients, of which each rank gets its part."""
+
+    @staticmethod
+    def of(group: Any) -> "ReduceScatterHook":
+        """The one of this unit."""
+        found: ReduceScatterHook = group._reduce_scatter_comm
+        return found
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """As torch calls it."""
+        work = self.run(output_tensor, input_tensor, group, op, async_op)
+        self.unit.await_total(output_tensor, _operation(op))
+        return work
+
+    def run(self, output: torch.Tensor, given: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """Without what follows it."""
+        entry = self.unit.enter(_SCATTER, given.numel(), dtype_name(given.dtype), _operation(op))
+        work = self.inner(output_tensor=output, input_tensor=given, group=group, op=op, async_op=async_op)
+        self.unit.leave(entry)
+        return work
+
+
+class CommHooks:
+    """All units of the models that are sharded.
+
+    Args:
+        everyone: all ranks.
+    """
+
+    def __init__(self, everyone: Collectives) -> None:
+        self._everyone = everyone
+        self._models: list[tuple[torch.nn.Module, list[FSDPUnit]]] = []
+
+    def open(self, model: torch.nn.Module) -> None:
+        """See a model's exchanges from now on; a torch without these hooks shows none."""
+        number, opened = len(self._models), []
+        names = {id(module): name for name, module in model.named_modules()}
+        for count, (module, group) in enumerate(units(model)):
+            unit = FSDPUnit(group, names[id(module)] or "the root", (number, count), self._everyone)
+            opened.append(unit)
+            if hasattr(module, "set_custom_all_gather"):
+                module.set_custom_all_gather(AllGatherHook(group._all_gather_comm, unit))
+                module.set_custom_reduce_scatter(ReduceScatterHook(group._reduce_scatter_comm, unit))
+                if group._is_hsdp:
+                    module.set_all_reduce_hook(unit.note_total)
+        self._models.append((model, opened))
+
+    def close(self, model: torch.nn.Module | None) -> None:
+        """Forget a model, or all; the numbers of the others stay."""
+        self._models = [(one, [] if model is None or one is model else units) for one, units in self._models]
+
+    def unit(self, step: Step) -> FSDPUnit:
+        """The unit of an exchange."""
+        return self._models[step[2]][1][step[3]]
+
+    def members(self, step: Step) -> list[int]:
+        """The ranks that take part in an exchange, as this rank has it."""
+        return self.unit(step).ranks(step[1])
+
+    def stand_in(self, step: Step) -> None:
+        """Take part in it with nothing of this rank's own."""
+        self.unit(step).stand_in(step[1], step[4:])
+
+
+def _named(operation: str, unit: str) -> str:
+    """A name that fits into the pulse, from its unit's end."""
+    room = _ROOM - len(operation) - 4
+    return f"{operation} of {unit if len(unit) <= room else '..' + unit[2 - room :]}"
+
+
+def _operation(op: Any) -> str:
+    """SUM, AVG or another one, by name."""
+    return next((name for name, known in _OPERATIONS.items() if op == known), str(op))

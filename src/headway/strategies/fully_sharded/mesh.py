@@ -2,7 +2,7 @@
 
 FSDP2 (`fully_shard`) cuts each parameter along its first dimension over the axis "shard", gathers a unit's parameters before its
 forward and its backward, and sums gradients into parts again; HSDP adds the axis "replicate". What follows from parts: optimizers
-go by `current`, norms need an exchange (`gradients.py`), and a model runs on all ranks of its mesh or on none.
+go by `current`, norms need an exchange (`dtensors.py`), and a model runs on all ranks of its mesh or on none.
 """
 
 import weakref
@@ -15,12 +15,11 @@ import torch
 
 from headway.common import scope, traces
 from headway.common.optional import Later
-from headway.common.units import format_bytes
-from headway.config.float8 import Float8Options
-from headway.config.layout.context import TorchContextParallelConfig
-from headway.config.layout.mesh import DATA_AXES, Layout, written
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.common.text import format_bytes
+from headway.config.engines import Float8Options
+from headway.config.layout_request import TorchContextParallelConfig
+from headway.config.mesh import DATA_AXES, Layout, written
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
@@ -28,22 +27,15 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import comm_hooks, gradients, values
+from headway.strategies.fully_sharded import dtensors, formats, fsdp_state, values
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
-from headway.strategies.fully_sharded.formats import check_formats, choose_formats, norms_within
-from headway.strategies.fully_sharded.lost_writes import LostWrites, check_hooks
-from headway.strategies.fully_sharded.optimizers import check_optimizer
-from headway.strategies.fully_sharded.replaced import ReplacedParameters
-from headway.strategies.fully_sharded.scalars import WholeScalars
-from headway.strategies.fully_sharded.second_order import SecondOrder
 from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
+from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
-from headway.strategies.sharded_models import ShardedModels
+from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -123,7 +115,7 @@ class MeshStrategy(Strategy):
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
-        check_float8(number_format, float8, options, layout.tp, layout.cp)
+        formats.check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
         self.name = written(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
         self._options = options
@@ -141,12 +133,12 @@ class MeshStrategy(Strategy):
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._prepared: list[ShardedModel] = []
         self._replaced = ReplacedParameters(lambda: self._models)
-        self._comm_hooks = comm_hooks.CommHooks(collectives)
+        self._comm_hooks = fsdp_state.CommHooks(collectives)
         self._num_steps = 0
         self._has_left = False
-        collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
+        collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
-        scope.own(traces.Hook).add(gradients.explain_mixed)
+        scope.own(traces.Hook).add(dtensors.explain_mixed)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""
@@ -248,7 +240,7 @@ class MeshStrategy(Strategy):
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
             return
-        num_wrapped = wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        num_wrapped = formats.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         units = find_units(model, self._options)
         if units.split:
             log.info(
@@ -258,7 +250,7 @@ class MeshStrategy(Strategy):
             )
         inner = self._shard(model, units)
         if num_wrapped:
-            scale_before_forward(model)
+            formats.scale_before_forward(model)
         if lacks_values:
             largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
             log.info(
@@ -270,9 +262,9 @@ class MeshStrategy(Strategy):
     def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
-        formats = choose_formats(chosen, self._number_format, self._computes_on)
-        if formats.told:
-            log.info_once("%s", formats.told)
+        dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
+        if dtypes.told:
+            log.info_once("%s", dtypes.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
             "mesh": self._shards,
@@ -280,13 +272,13 @@ class MeshStrategy(Strategy):
             "ignored_params": set(units.ignored) or None,
         }
         reshard = chosen.reshard_after_forward
-        norms = list(norms_within(units.modules, formats))
+        norms = list(formats.norms_within(units.modules, dtypes))
         for norm in norms:
-            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=formats.root, **given)
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
         for unit in units.modules:
-            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=formats.blocks, **given)
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
         whole_root = reshard if isinstance(reshard, bool) else None
-        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=formats.root, **given)
+        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
         gathered.sum_unused_too(model)
         wanted = set(map(id, units.modules))
         _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
@@ -312,7 +304,7 @@ class MeshStrategy(Strategy):
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, as the parameter is cut."""
-        return gradients.cut_like(tensor, parameter)
+        return dtensors.cut_like(tensor, parameter)
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """Free what is gathered: the root stays whole after a forward without backward."""
@@ -326,7 +318,7 @@ class MeshStrategy(Strategy):
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
-        if not gradients.is_of_parameters(loss):
+        if not dtensors.is_of_parameters(loss):
             return loss, factor
         whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
         return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
@@ -390,11 +382,11 @@ class MeshStrategy(Strategy):
 
     def members(self, step: Step) -> Sequence[int]:
         """Those along the axis of a unit, or of the group."""
-        return self._comm_hooks.members(step) if step[0] == comm_hooks.PLACE else super().members(step)
+        return self._comm_hooks.members(step) if step[0] == fsdp_state.PLACE else super().members(step)
 
     def stand_in(self, step: Step) -> None:
         """With this rank's parts, and gradients of zero."""
-        if step[0] == comm_hooks.PLACE:
+        if step[0] == fsdp_state.PLACE:
             self._comm_hooks.stand_in(step)
         else:
             super().stand_in(step)
@@ -423,30 +415,30 @@ class MeshStrategy(Strategy):
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's parts."""
-        return gradients.local_gradients(map(self.current, parameters))
+        return dtensors.local_gradients(map(self.current, parameters))
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Each element once, over all ranks."""
-        return gradients.total_norm(map(self.current, parameters), norm_type, self.everyone)
+        return dtensors.total_norm(map(self.current, parameters), norm_type, self.everyone)
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step on the parts; before the first one, everything has the number format that was promised."""
         if not self._num_steps:
             for each in self._prepared:
-                check_formats(each.model, each.dtypes)
+                formats.check_formats(each.model, each.dtypes)
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
             for lost in filter(None, (each.lost_writes for each in self._prepared)):
                 lost.check()
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
-            compute_scales(self._models)
+            formats.compute_scales(self._models)
         return did_step
 
     def settle(self) -> None:
         """Weights that are gathered in float8 have other scales now."""
         if self._number_format == "fp8":
-            compute_scales(self._models)
+            formats.compute_scales(self._models)
 
     # ---------------------------------------------------------------- the end
 

@@ -13,7 +13,7 @@ import torch
 
 from headway.common.optional import Later
 from headway.common.text import listed
-from headway.config.layout.sharding import ShardingOptions
+from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.blocks import find_blocks, holders_of, is_wanted
 from headway.weights.pieces import is_dtensor

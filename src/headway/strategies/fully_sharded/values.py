@@ -12,8 +12,8 @@ import torch
 from headway.common.text import listed
 from headway.errors import PrepareError
 from headway.runtime.collectives.checked import Collectives
+from headway.strategies.fully_sharded import dtensors
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded import gradients
 from headway.weights.names import own_places
 
 
@@ -73,7 +73,7 @@ def _allocate(record: Any) -> bool:
     if not part.is_meta:
         return False
     device = torch.device("cpu") if record.offload_to_cpu else record.device
-    room = torch.empty_like(gradients.local(part), device=device)
+    room = torch.empty_like(dtensors.local(part), device=device)
     filled = torch.nn.Parameter(record.to_sharded_dtensor(room), requires_grad=part.requires_grad)
     # The object stays: the module tree and ties hold it.
     torch.utils.swap_tensors(part, filled)  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def _fill_unit(
     everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
     for _, _, parameter in parts:
         if id(parameter) in awaited:
-            gradients.put_part(gradients.local(parameter.detach()), whole[id(parameter)], parameter)
+            dtensors.put_part(dtensors.local(parameter.detach()), whole[id(parameter)], parameter)
     return sum(tensor.nbytes for tensor in whole.values())
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions
 from headway.errors import ConfigError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives

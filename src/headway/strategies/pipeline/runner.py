@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from headway import errors
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.parallelism import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.cut import cut_rows
-from headway.runtime.collectives.partition import slice_bounds
+from headway.runtime.collectives.cut import cut_rows, slice_bounds
 from headway.runtime.collectives.tree import Tree, find_batch_size
-from headway.strategies.call_cache import CallCache, signature
-from headway.strategies.pipeline.stage_forward import ModuleRouter
+from headway.strategies.pipeline.stage_forward import CallCache, ModuleRouter, signature
 
 if TYPE_CHECKING:
     from headway.strategies.pipeline.stage import PipelineStage, StageActivation

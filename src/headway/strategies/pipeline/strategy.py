@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from headway.config.layout.mesh import Layout
-from headway.config.layout.pipeline import PipelineOptions
+from headway.config.mesh import Layout
+from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
@@ -21,18 +21,15 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
-from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
-from headway.strategies.data_parallel.replica import average_gradients
-from headway.strategies.fully_sharded import gradients
-from headway.strategies.fully_sharded.replaced import ReplacedParameters
+from headway.strategies.fully_sharded import dtensors
+from headway.strategies.parts import ReplacedParameters, ShardedModels, left
 from headway.strategies.pipeline.plain_calls import PlainCalls
-from headway.strategies.pipeline.rng import go_on, own_streams
 from headway.strategies.pipeline.runner import PipelineRunner
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed
-from headway.strategies.pipeline.stages import find_stages
-from headway.strategies.pipeline.state import PipelineState
-from headway.strategies.sharded_models import ShardedModels
+from headway.strategies.pipeline.stages import PipelineState, find_stages
+from headway.strategies.replica import average_gradients
+from headway.strategies.rng import go_on, own_streams
 
 log = get_logger(__name__)
 
@@ -387,7 +384,7 @@ class PipelineStrategy(Strategy):
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Over all stages; what several hold counts once."""
         own = [p for p in map(self.current, parameters) if id(p) not in self._uncounted]
-        return gradients.total_norm(own, norm_type, self._group, num_copies=1)
+        return dtensors.total_norm(own, norm_type, self._group, num_copies=1)
 
     # ---------------------------------------------------------------- state, the end
 

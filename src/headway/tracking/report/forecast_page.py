@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.tracking.report import looks
-from headway.tracking.report.document import document
-from headway.tracking.report.facts import Fact
-from headway.tracking.report.tables import swatch, tiles
+from headway.tracking.report.looks import document
+from headway.tracking.report.tables import Fact, swatch, tiles
 
 _WIDTH, _HEIGHT = 1200, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 26, 30

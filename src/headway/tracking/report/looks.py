@@ -1,18 +1,84 @@
-"""How things look on the page: the colours of lines, the signs and words of events, the marks of values that are not finite.
+"""How things look on the page: numbers in words, colours of lines, signs of events, marks of values, the page's frame.
 
 The colours can be told apart with any colour vision, on a light and on a dark page. They were found by a search over lightness,
 chroma and hue within each hue's range: it maximises the least distance (in Oklab) of any two as seen by people with normal, red-,
 green- and blue-blind vision (simulated after Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of
 Color Vision Deficiency", 2009), the first four weighing most, with a contrast of 3:1 or more to the page. A test holds the numbers.
+
+The frame of a page: one HTML file that holds its style, script and data, and asks nothing of any network.
+
+Numbers as people write them: bytes, shares, durations, rates; script.js writes them alike.
 """
 
+import base64
+import hashlib
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from typing import Any
 
+from headway.common.text import format_bytes
 from headway.tracking.report.data import PlacedEvent, RunData
-from headway.tracking.report.numbers import text
+
+
+def _exponent(value: float) -> str:
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(power)}"
+
+
+def short(value: float) -> str:
+    """A large number in few characters: 12500 -> '12.5k'."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:  # what would be rounded to a thousand of the smaller one, too
+            scaled = value / size
+            return f"{scaled:.3g}{letter}" if abs(scaled) < 999 else _exponent(value)
+    return f"{value:.4g}"
+
+
+def text(value: float | None, unit: str = "number") -> str:
+    """A value for reading: four significant digits, with its unit.
+
+    Args:
+        value: any float; None gives a dash.
+        unit: "number", "bytes", "share", "seconds" or "rate" (a number that is shortened).
+    """
+    if value is None:
+        return "-"
+    if value != value:
+        return "nan"
+    if abs(value) > sys.float_info.max:  # also integers that no float can hold
+        return "inf" if value > 0 else "-inf"
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "share":
+        return f"{value * 100:.3g}%"
+    if unit == "seconds":
+        return duration(value)
+    if unit == "rate" and abs(value) >= 10_000:
+        return short(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e9:
+        return _exponent(value)
+    if value == int(value):
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.2f}"
+    brief = f"{value:.4g}"
+    return brief if "." in brief else f"{value:#.4g}"  # 2.000, not the whole number that it is not
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units: 3725 -> '1 h 2 min', 42 -> '42 s'."""
+    if abs(seconds) < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    first = next(index for index, (amount, _) in enumerate(parts) if amount)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
+
 
 LINES = ("#0071e7", "#d57a2b", "#0d7057", "#ac45a1", "#6c4c00", "#00a3b8", "#512aae", "#722d2b")
 """Lines on a light page, by run; for one run by line."""
@@ -146,3 +212,29 @@ def sentence(event: PlacedEvent) -> str:
     where = f"step {text(event.step)}: " if event.has_step else ""
     more = details(event.details, 160)
     return f"{where}{kind_of(event.kind).words}{', ' + more if more else ''}"
+
+
+def document(title: str, body: str, data: str | None = None) -> str:
+    """A whole page.
+
+    The content security policy lets only the page's own script run and nothing be fetched.
+
+    Args:
+        title: of the window.
+        body: HTML, escaped already.
+        data: what the script draws from, as JSON that cannot end its element; None: the page has no script.
+    """
+    style = files("headway.tracking.report").joinpath("style.css").read_text(encoding="utf-8") + css()
+    script, allowed = "", "'none'"
+    if data is not None:
+        code = files("headway.tracking.report").joinpath("script.js").read_text(encoding="utf-8")
+        allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+        script = f'<script type="application/json" id="data">{data}</script>\n<script>{code}</script>\n'
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n<main>\n"
+        f"{body}\n</main>\n{script}</body>\n</html>\n"
+    )

@@ -7,9 +7,9 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from headway.tracking.report import facts, looks
+from headway.tracking.report import looks, tables
 from headway.tracking.report.data import RunData
-from headway.tracking.report.document import document
+from headway.tracking.report.looks import document
 from headway.tracking.report.panels import SMOOTHING, ChartLine, Panel, across, panels, single_values
 from headway.tracking.report.tables import event_table, overview, settings, sign, swatch, values_of
 from headway.tracking.report.tables import single_values as single_table
@@ -36,9 +36,9 @@ def html_page(runs: Sequence[RunData]) -> str:
 def _render_header(runs: Sequence[RunData]) -> str:
     if len(runs) == 1:
         run = runs[0]
-        found = facts.state(run)
+        found = tables.run_state(run)
         where = _describe_hardware(run)
-        about = [run.project if run.project != run.label else "", facts.moment(run.began), where]
+        about = [run.project if run.project != run.label else "", tables.moment(run.began), where]
         note = f'<p class="note {found.tone}">{escape(found.note)}</p>' if found.note else ""
         return (
             f'<header><h1>{escape(run.label)} <span class="pill {found.tone}">{found.word}</span></h1>'

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.tracking.report.data import RunData
-from headway.tracking.report.downsample import DownsampledSeries, downsample
+from headway.tracking.report.data import DownsampledSeries, RunData, downsample
 
 MAX_BUCKETS = 1200
 """Buckets of one series; fewer where there are many series."""

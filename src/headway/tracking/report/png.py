@@ -10,7 +10,7 @@ from headway.common.optional import require
 from headway.errors import ConfigError
 from headway.tracking.report import looks
 from headway.tracking.report.data import RunData
-from headway.tracking.report.numbers import text
+from headway.tracking.report.looks import text
 from headway.tracking.report.panels import MIN_BUCKETS, Panel, across, domain, panels
 
 _TONES = {"bad": "#c62f3b", "warn": "#b26a00", "good": "#00815d", "calm": "#8a8983"}

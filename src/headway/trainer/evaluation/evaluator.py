@@ -12,11 +12,10 @@ from headway.accelerator import Accelerator
 from headway.data.loader import PreparedLoader
 from headway.runtime.collectives.tree import Tree
 from headway.trainer.callbacks import Events
-from headway.trainer.collate import IGNORED, Batch
+from headway.trainer.data import IGNORED, Batch
 from headway.trainer.evaluation.metrics import Accumulated, Measure, StreamingMetric, named_metrics
-from headway.trainer.log import Log
 from headway.trainer.loss import take_count
-from headway.trainer.results import EvalLoopOutput, Metrics, speed
+from headway.trainer.results import EvalLoopOutput, Log, Metrics, speed
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
 """(loss, predictions, labels) of a batch; what is not there is None."""

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from headway.common.units import format_bytes
+from headway.common.text import format_bytes
 from headway.errors import ConfigError, MetricError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import Tree, tensors
-from headway.trainer.collate import IGNORED
+from headway.trainer.data import IGNORED
 from headway.trainer.results import EvalPrediction, Metrics
 
 log = get_logger(__name__)

@@ -25,13 +25,12 @@ from headway.errors import MetricError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import to_device
 from headway.runtime.seed import read_streams, write_streams
-from headway.trainer.collate import Batch
-from headway.trainer.data import length_of
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.data import Batch, length_of
 from headway.trainer.evaluation.evaluator import Evaluator, PredictionMethods
 from headway.trainer.evaluation.metrics import Measure, check_wanted, named_metrics
 from headway.trainer.loss import take_count
 from headway.trainer.results import Metrics
-from headway.trainer.settings.arguments import TrainingArguments
 
 log = get_logger(__name__)
 

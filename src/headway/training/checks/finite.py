@@ -25,8 +25,9 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
-from headway.training.checks.guard import SkippedUpdates
+from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
+from headway.training.step import StepGuard
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
@@ -95,7 +96,7 @@ class _Seen:
         return noted is not None and grad is not None and noted[0]() is grad and grad._version == noted[1]
 
 
-class FiniteGuard:
+class FiniteGuard(StepGuard):
     """Watches losses and gradients, and refuses updates.
 
     Args:

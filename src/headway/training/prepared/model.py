@@ -18,9 +18,9 @@ import torch
 from headway.common.callsite import is_users, stack
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.strategies.base import Engine
-from headway.strategies.fully_sharded.gradients import cut_like
+from headway.strategies.fully_sharded.dtensors import cut_like
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.repoint import fit_state, repoint
 from headway.training.step import TrainingStep

@@ -16,14 +16,15 @@ from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
-from headway.memory.batch_size import attempt
+from headway.memory import attempt
 from headway.offload.spread import spread_over
-from headway.runtime.collectives.streams import share_streams, synchronize_rng_states
-from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.collectives.ranks import share_streams, synchronize_rng_states
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
-from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from headway.training.checks.alike import check_alike, compare_data
+from headway.runtime.transfers import move
+from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
+from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
 from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
@@ -42,7 +43,6 @@ from headway.training.prepared.scheduler import (
 )
 from headway.training.step import TrainingStep
 from headway.training.windows import UpdateClock
-from headway.weights.moving import move
 
 log = get_logger(__name__)
 

@@ -1,12 +1,26 @@
-"""What a batch may change before its update is made, and the way back: gradients, buffers, random streams, counters."""
+"""What a batch may change before its update, and the way back: gradients, buffers, random streams, optimizer steps.
 
-from collections.abc import Sequence
+Optimizer steps that can be taken back: the first step of an optimizer, while its state comes into being.
+
+Materialising state by a step with zero gradients would not be neutral (weight decay, bias correction, dampening). So the
+real step is made, with parameters and prior state saved in host memory, and its temporaries are measured. Where the vote
+after it passes, it stands: results are those of the plain optimizer, bit by bit. Where it fails, everything is put back.
+Later steps find their state in place, and only the measured temporaries are reserved before the vote. An optimizer that is
+not torch's own may keep its state anywhere: its steps are made this way until one of them has left all tensors as they were
+in number and size, and again as soon as one does not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.runtime.collectives.tree import map_tensors, tensors
 from headway.runtime.device import Hardware
 from headway.runtime.seed import read_streams, write_streams
+from headway.strategies.fully_sharded.dtensors import local
 from headway.training.prepared.objects import PreparedObjects
 
 
@@ -111,3 +125,196 @@ class BatchSnapshot:
     def drop(self) -> None:
         """Let go of the gradients that were put aside."""
         self._grads = []
+
+
+class StepUndo:
+    """What an optimizer's step may change, in host memory.
+
+    Args:
+        optimizer: torch's, not the prepared one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(p, _to_host(p)) for p in _parameters(optimizer)]
+        self._state = {key: map_tensors(_to_host, value) for key, value in optimizer.state.items()}
+        self._options = [
+            {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+
+    def restore(self) -> None:
+        """Put everything back."""
+        state = self._optimizer.state
+        with torch.no_grad():
+            for parameter, saved in self._parameters:
+                local(parameter).copy_(saved)
+            for key in [key for key in state if key not in self._state]:
+                del state[key]
+            for key, saved in self._state.items():
+                state[key] = _put_back(state.get(key), saved, key)
+        for group, options in zip(self._optimizer.param_groups, self._options):
+            for name in [name for name in group if name != "params" and name not in options]:
+                del group[name]
+            group.update(options)
+        vars(self._optimizer).update(self._numbers)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).detach().to("cpu", copy=True)
+
+
+def _put_back(live: Any, saved: Any, key: Any) -> Any:
+    """The saved value, in the live tensors where they still fit."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for name in [name for name in live if name not in saved]:
+            del live[name]
+        for name, value in saved.items():
+            live[name] = _put_back(live.get(name), value, key)
+        return live
+    if isinstance(saved, torch.Tensor):
+        held = local(live) if isinstance(live, torch.Tensor) else None
+        if held is not None and held.shape == saved.shape and held.dtype == saved.dtype:
+            held.copy_(saved)
+            return live
+        # A scalar count stays on the host, as torch's optimizers keep it; the rest belongs beside its parameter.
+        return saved.to(key.device) if isinstance(key, torch.Tensor) and saved.ndim else saved
+    return saved
+
+
+class Materialised:
+    """Which parameters an optimizer has stepped for, and what a step of it allocates beside its state.
+
+    Args:
+        optimizer: torch's, not the prepared one.
+
+    Attributes:
+        temporaries: bytes of each block that was alive beside the state when most were, by device.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # LBFGS evaluates its closure and keeps a growing history.
+        self._is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
+        self._layout: list[tuple[Any, ...]] | None = None
+        self._is_steady = self._is_torchs
+        self._seen: set[int] = set()
+        self.temporaries: dict[torch.device, list[int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What a step allocates beside its state, on all devices."""
+        return sum(map(sum, self.temporaries.values()))
+
+    @property
+    def is_complete(self) -> bool:
+        """Would the next step only use state that is there?"""
+        return self._is_steady and all(id(p) in self._seen for p in _parameters(self._optimizer) if p.grad is not None)
+
+    def measure(self, step: Callable[[], bool]) -> bool:
+        """Make the step while counting what it allocates; returns whether it happened."""
+        with AllocationMeter() as meter:
+            did_step = step()
+        found = meter.temporaries()
+        if sum(map(sum, found.values())) > self.num_bytes:
+            # The host's memory is virtual: it has room for the whole where it has room for the parts.
+            self.temporaries = {
+                device: [sum(sizes)] if device.type == "cpu" else _together(sizes) for device, sizes in found.items()
+            }
+        return did_step
+
+    def confirm(self) -> None:
+        """The step stands."""
+        self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        if not self._is_torchs:
+            before, self._layout = self._layout, _layout(self._optimizer)
+            self._is_steady = self._layout == before and not isinstance(self._optimizer, torch.optim.LBFGS)
+
+    def reserve(self) -> None:
+        """Allocate what a step needs beside its state, and let it go again: a caching allocator keeps it at hand.
+
+        Block by block: the whole as one piece may not be there where all of its parts are.
+        """
+        blocks = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for device, sizes in self.temporaries.items()
+            for size in sizes
+        ]
+        blocks.clear()
+
+
+_SMALL = 1 << 20
+"""CUDA's allocator cuts smaller requests from blocks of 2 MiB, so that it does not matter how these are cut here."""
+
+
+def _together(sizes: list[int]) -> list[int]:
+    """The sizes, small ones added up to at most `_SMALL`: a model has hundreds of them, and each costs a call."""
+    found, rest = [size for size in sizes if size >= _SMALL], 0
+    for size in sizes:
+        if size < _SMALL:
+            if rest + size > _SMALL:
+                found.append(rest)
+                rest = 0
+            rest += size
+    return [*found, rest] if rest else found
+
+
+def _layout(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+    """Size and place of every tensor that the optimizer holds, in its state or in attributes of its own."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
+    options = [[value for name, value in group.items() if name != "params"] for group in optimizer.param_groups]
+    held = tensors([list(optimizer.state.values()), options, own])
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in held]
+
+
+def _strided(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors that have a storage of their own, of sharded ones the parts here; sparse ones consist of others."""
+    return (local(tensor) for tensor in tensors(tree) if tensor.layout is torch.strided)
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Counts the bytes of tensors made in the block: those alive, and the most that were alive at once.
+
+    Attributes:
+        peak: bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._held: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+        self._at_peak: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes of the block's tensors that are still held."""
+        self._held = {reference: held for reference, held in self._held.items() if not reference.expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self._held.values())
+
+    def temporaries(self) -> dict[torch.device, list[int]]:
+        """Bytes of each tensor that was alive at the peak and is gone now, by device."""
+        found: dict[torch.device, list[int]] = {}
+        for reference, (device, size) in self._at_peak.items():
+            if reference.expired():  # type: ignore[no-untyped-call]
+                found.setdefault(device, []).append(size)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at what it returned."""
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in _strided([args, kwargs or {}])}
+        made = [(tensor.untyped_storage(), tensor.device) for tensor in _strided(result)]
+        new = {StorageWeakRef(s): (d, s.nbytes()) for s, d in made if s._cdata not in given}  # type: ignore[no-untyped-call]
+        if new:
+            self._held.update(new)
+            live = self.live
+            if live > self.peak:
+                self.peak, self._at_peak = live, dict(self._held)
+        return result

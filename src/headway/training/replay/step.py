@@ -12,15 +12,13 @@ from headway.runtime.collectives.cut import cut_rows
 from headway.runtime.collectives.tree import Tree, find_batch_size, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.checks.guard import StepGuard
 from headway.training.hooks import StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.allocator import AllocatorPressure
-from headway.training.replay.piece_size import PieceSize
+from headway.training.replay.piece_size import AllocatorPressure, PieceSize
 from headway.training.replay.rounds import Rounds
 from headway.training.replay.snapshot import BatchSnapshot
 from headway.training.replay.transaction import BatchTransaction
-from headway.training.step import TrainingStep
+from headway.training.step import StepGuard, TrainingStep
 from headway.training.task import BatchTask, Weigher
 from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy, UpdateClock
 

@@ -24,14 +24,12 @@ from headway.runtime.collective_log import VOTE
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.events import notify
-from headway.runtime.readback import Readback
+from headway.runtime.transfers import Readback
 from headway.strategies.base import Strategy
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.allocator import AllocatorPressure
-from headway.training.replay.piece_size import PieceSize
+from headway.training.replay.piece_size import AllocatorPressure, PieceSize
 from headway.training.replay.rounds import Rounds
-from headway.training.replay.snapshot import BatchSnapshot
-from headway.training.replay.trial import Materialised, StepUndo
+from headway.training.replay.snapshot import BatchSnapshot, Materialised, StepUndo
 
 log = get_logger(__name__)
 

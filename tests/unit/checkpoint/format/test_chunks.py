@@ -13,10 +13,9 @@ from hypothesis import given, settings
 
 from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, meeting, overlapping
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _digest
-from headway.checkpoint.loading.chunked_tensor import CheckpointFiles, ChunkedTensor
-from headway.checkpoint.loading.files import open_tensors, read_state, verify
+from headway.checkpoint.loading.files import CheckpointFiles, ChunkedTensor, open_tensors, read_state, verify
 from headway.checkpoint.saving import writer
-from headway.checkpoint.saving.sharded_tensors import ShardedTensors, entries
+from headway.checkpoint.saving.snapshot import ShardedTensors, entries
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.weights.export import save_weights

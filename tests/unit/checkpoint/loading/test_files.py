@@ -13,7 +13,7 @@ from safetensors.torch import load_file, safe_open
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, read_manifest
-from headway.checkpoint.format.shards import describe, write_shard
+from headway.checkpoint.format.tensors import describe, write_shard
 from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.saving import writer
 from headway.checkpoint.state import CollectedState

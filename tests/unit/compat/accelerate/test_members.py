@@ -5,7 +5,7 @@ import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.streams import stream_names
+from headway.runtime.collectives.ranks import stream_names
 
 
 def test_surroundings():

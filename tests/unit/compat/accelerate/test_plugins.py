@@ -7,8 +7,8 @@ import torch
 import headway
 from headway import Accelerator
 from headway.compat.accelerate.plugins import ParallelismConfig
-from headway.config.compiling import TorchDynamoPlugin
-from headway.config.layout.request import LayoutRequest
+from headway.config.engines import TorchDynamoPlugin
+from headway.config.layout_request import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError
 
 

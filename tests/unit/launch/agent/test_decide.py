@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from headway.errors import PREEMPTED
-from headway.launch.agent.decide import AgentAction, AgentSnapshot, decide
+from headway.launch.agent.endings import AgentAction, AgentSnapshot, decide
 
 TABLE = [
     # exit codes of the ranks that have ended, and what else is seen -> what is next

@@ -12,7 +12,7 @@ import torch
 from headway.common.callsite import users_line
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit, read_record, write_record
-from headway.launch.machine.control_group import MemoryWatch
+from headway.launch.machine import MemoryWatch
 
 
 def record(kind="ValueError", text="bad luck", line="train.py:3", at=10.0):

@@ -9,7 +9,7 @@ from headway.common.sealing import Seal, UnsealedCounter
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.records import ExceptionRecord, RankExit
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import SealedStore
 
 
 def failed(rank: int) -> FailureReport:

@@ -12,7 +12,7 @@ from headway.common.sealing import Seal, UnsealedCounter
 from headway.errors import LaunchError
 from headway.launch.agent import meeting
 from headway.launch.agent.meeting import RendezvousWait, RendezvousWatch, in_time, is_taken, knock, taken, wait_for_all
-from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import SealedStore
 
 
 def a_store() -> SealedStore:

@@ -12,7 +12,7 @@ from headway.common.callsite import Frame
 from headway.launch.watch import judge as hang
 from headway.launch.watch.judge import judge
 from headway.launch.watch.views import CollectiveCall, RankView, decode, encode
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
 
 WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")

@@ -9,7 +9,7 @@ from headway.checkpoint.saving import writer
 from headway.launch.agent.endings import HangReport
 from headway.launch.watch.machine import HangWatch, Worker, progress
 from headway.launch.watch.views import encode
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime import pulse
 
 STDLIB = sysconfig.get_path("stdlib")
 

@@ -5,8 +5,16 @@ import torch
 from torch import nn
 
 from headway.errors import DeviceMapError
-from headway.offload.placement.device_map import DeviceMap, resolve_device_map
-from headway.offload.placement.homes import CPU, DISK, Placement, compute_device, home_of, settle
+from headway.offload.placement.device_map import (
+    CPU,
+    DISK,
+    DeviceMap,
+    Placement,
+    compute_device,
+    home_of,
+    resolve_device_map,
+    settle,
+)
 
 MPS = torch.device("mps")
 

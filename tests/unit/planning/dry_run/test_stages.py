@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headway import PipelineOptions
-from headway.config.layout.mesh import parse
+from headway.config.mesh import parse
 from headway.errors import StateError, UnsupportedError
 from headway.planning.bubble import StageTimeline, simulate
 from headway.planning.compare import compare, plan

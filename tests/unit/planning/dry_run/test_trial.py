@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from headway import ActivationCheckpointing
-from headway.config.layout.mesh import Layout, parse
-from headway.config.strategies import EngineOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import Layout, parse
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.forecasting.device.devices import find
 from headway.planning.dry_run import preparation

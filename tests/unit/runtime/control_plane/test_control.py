@@ -11,11 +11,9 @@ from torch.distributed import HashStore
 
 from headway.common.sealing import Seal, UnsealedCounter
 from headway.errors import ConfigError, ControlPlaneError
-from headway.runtime import process
+from headway.runtime import process, pulse
 from headway.runtime.control_plane import control
-from headway.runtime.control_plane.sealed import SealedStore
-from headway.runtime.control_plane.store import StoreAddress, check_in, named, present, roll, wait_for
-from headway.runtime.heartbeat import file as pulse
+from headway.runtime.control_plane.store import SealedStore, StoreAddress, check_in, named, present, roll, wait_for
 
 NUMBERS = st.lists(st.floats(allow_nan=False), max_size=8)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import headway
-from headway.config.strategies import EngineOptions, GradScalerKwargs
+from headway.config.engines import EngineOptions, GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
-from headway.strategies.deepspeed.keys import TOP_LEVEL, Facts, complete_config
+from headway.strategies.deepspeed.config import TOP_LEVEL, Facts, complete_config
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, unscaled
 
 ZERO = {"zero_optimization": {"stage": 2}}

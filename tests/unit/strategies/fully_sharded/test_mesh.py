@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.float8 import Float8Options
-from headway.config.layout.mesh import Layout
-from headway.config.layout.sharding import ShardingOptions
-from headway.config.layout.tensor import TensorParallelOptions
+from headway.config.engines import Float8Options
+from headway.config.mesh import Layout
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.strategies.build import _check_replayed
 from headway.strategies.context.check import check_options
 from headway.strategies.fully_sharded.mesh import bring_buffers
-from headway.strategies.tensor import gradient_check as agreement
+from headway.strategies.tensor import tensor_parallel as agreement
 from headway.strategies.tensor.crossings import SplitAxis
 from headway.strategies.tensor.tensor_parallel import _check_size
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from headway import PipelineOptions
-from headway.config.layout.mesh import Layout, check_served, parse
-from headway.config.layout.pipeline import SCHEDULES
+from headway.config.mesh import Layout, check_served, parse
+from headway.config.parallelism import SCHEDULES
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.strategies.pipeline.stages import find_stages
 from tests.distributed.layouts import GPT

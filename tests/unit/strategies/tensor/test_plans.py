@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from headway.config.layout.tensor import STYLES, TensorParallelOptions
+from headway.config.parallelism import STYLES, TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.tensor import heads, plans, sequence, styles
+from headway.strategies.tensor import calls, plans, styles
 from headway.strategies.tensor.crossings import SplitAxis
 from headway.strategies.tensor.tensor_parallel import _dimensions, _find_head
 from tests.distributed.cut_models import GPT, GPT_PLAN
@@ -23,9 +23,9 @@ AXIS = SplitAxis(None, None, 0, 2)
 def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
     options = TensorParallelOptions(plan, **more)
     cuts = plans.read(model, AXIS, options)
-    heads.check(model, cuts, AXIS.size, options)
+    calls.check(model, cuts, AXIS.size, options)
     if options.sequence_parallel:
-        sequence.arrange(model, cuts)
+        plans.arrange(model, cuts)
     _dimensions(model, cuts, AXIS)
     return cuts
 
@@ -99,8 +99,8 @@ def test_what_does_not_fit_is_an_error_that_names_it(name: str) -> None:
 def test_counts_may_be_kept_or_divided() -> None:
     read(Fixed(), {"q": "colwise"}, keep=("num_heads",))
     model, options = Fixed(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
-    heads.check(model, plans.read(model, AXIS, options), 2, options)
-    heads.divide(model, 2, options)
+    calls.check(model, plans.read(model, AXIS, options), 2, options)
+    calls.divide(model, 2, options)
     assert model.num_heads == 2
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from headway.errors import ConfigError, TrackingError
 from headway.tracking.report import load
-from headway.tracking.report.facts import differences, headline, state
+from headway.tracking.report.tables import differences, headline, run_state
 from headway.tracking.runlog import RunLog
 from tests.unit.tracking.report.logs import BEGAN, Log, lively
 
@@ -72,7 +72,7 @@ def test_states(tmp_path):
             log.event(event, 1)
         if ends:
             log.line("end", summary={})
-        return state(load([log.write(tail)])[0]).word
+        return run_state(load([log.write(tail)])[0]).word
 
     from time import time as now
 

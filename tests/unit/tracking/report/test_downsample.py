@@ -3,7 +3,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.tracking.report.downsample import MAX_MARKS, downsample
+from headway.tracking.report.data import MAX_MARKS, downsample
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 finite = st.floats(allow_nan=False, allow_infinity=False)

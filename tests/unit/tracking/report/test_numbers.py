@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from headway.tracking.report.numbers import duration, short, text
+from headway.tracking.report.looks import duration, short, text
 
 
 @pytest.mark.parametrize(

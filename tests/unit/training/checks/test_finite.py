@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, GradScalerKwargs, NonFinitePolicy
 from headway.errors import ConfigError, NonFiniteError
 from headway.runtime import events
-from headway.strategies.base import Capabilities
-from headway.strategies.single import SingleStrategy
+from headway.strategies.base import Capabilities, SingleStrategy
 from headway.training.checks import finite
 
 NAN, INF = float("nan"), float("inf")

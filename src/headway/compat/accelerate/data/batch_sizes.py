@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from headway.memory.batch_size import find
+from headway.memory import batch_size
 
 
 def _nine_tenths(size: int) -> int:
@@ -22,5 +22,5 @@ def find_executable_batch_size(
         starting_batch_size: of the first attempt.
         reduce_batch_size_fn: gives the next one; None: nine tenths of it (Headway's own takes half).
     """
-    call: Any = find.find_executable_batch_size
+    call: Any = batch_size.find_executable_batch_size
     return call(function, starting_batch_size, reduce_batch_size_fn or _nine_tenths)

@@ -6,7 +6,7 @@ import torch
 
 from headway.compat.accelerate.state import GradientState, collectives
 from headway.errors import CollectiveError
-from headway.runtime.collectives.streams import synchronize_rng_states
+from headway.runtime.collectives.ranks import synchronize_rng_states
 from headway.runtime.collectives.tree import Tree, leaves, map_tensors, tensors
 
 

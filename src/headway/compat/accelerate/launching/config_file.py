@@ -7,7 +7,7 @@ from typing import Any
 from headway.compat.accelerate.launching.launch_flags import advice
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS
 from headway.config.launch import SETTINGS, LaunchConfig
-from headway.config.layout.request import LayoutRequest
+from headway.config.layout_request import LayoutRequest
 from headway.config.load import Value, resolve
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError

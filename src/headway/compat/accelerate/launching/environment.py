@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import env, optional
-from headway.common.units import parse_bytes
+from headway.common.text import parse_bytes
 from headway.compat.accelerate.state import PartialState
 from headway.config.files import default_file, write
 from headway.config.launch import PRECISIONS, LaunchConfig
@@ -94,7 +94,7 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of "5GB", "10MiB" or a number (see `headway.common.units.parse_bytes`)."""
+    """Bytes of "5GB", "10MiB" or a number (see `headway.common.text.parse_bytes`)."""
     return parse_bytes(size)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from headway.common import env
 from headway.common.untrusted import shown, whole_number
 from headway.config.launch import OF_DEEPSPEED, WRAPPING
-from headway.config.layout.context import ROTATIONS
-from headway.config.layout.request import LayoutRequest
+from headway.config.layout_request import ROTATIONS, LayoutRequest
 from headway.errors import ConfigError
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

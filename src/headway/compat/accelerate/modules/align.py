@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from headway.compat.accelerate.modules.hooks import ModelHook
-from headway.offload.dat_folder import OffloadedWeightsLoader, PrefixedDataset
 from headway.offload.execution import device_stream_of
-from headway.offload.placement.homes import home_of
+from headway.offload.offload_folder import OffloadedWeightsLoader, PrefixedDataset
+from headway.offload.placement.device_map import home_of
 from headway.runtime.collectives.tree import tensors, to_device
 from headway.weights.names import TensorLocation, places_of
 

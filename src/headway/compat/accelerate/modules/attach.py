@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.compat.accelerate.modules.align import AlignDevicesHook, Tied, Where
 from headway.compat.accelerate.modules.hooks import add_hook_to_module
-from headway.offload.dat_folder import PrefixedDataset
+from headway.offload.offload_folder import PrefixedDataset
 
 
 def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

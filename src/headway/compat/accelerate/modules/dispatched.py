@@ -17,7 +17,7 @@ from headway.compat.accelerate.modules.align import AlignDevicesHook
 from headway.compat.accelerate.modules.attach import Hooked, aligned, on_blocks
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
 from headway.offload import dispatch
-from headway.offload.dat_folder import INDEX, OffloadedWeightsLoader, read_offload_index
+from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
 from headway.offload.placement.budget import Device
 from headway.offload.placement.device_map import check_device_map
 from headway.offload.placement.device_map import main_device as main_device_of

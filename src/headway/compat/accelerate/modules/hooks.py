@@ -7,7 +7,7 @@ from torch import nn
 
 from headway.offload.spread import EXECUTION
 from headway.runtime.collectives.tree import to_device
-from headway.weights.moving import move
+from headway.runtime.transfers import move
 
 
 class ModelHook:

@@ -10,14 +10,14 @@ from typing import Any
 from headway.compat.accelerate.served.only_there import PLACES
 
 _BY_PLACE = {
-    "headway.training.compiling.regions": "has_compiled_regions is_compiled_module",
-    "headway.config.compiling": "TorchDynamoPlugin",
-    "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin HfDeepSpeedConfig",
-    "headway.config.layout.context": "TorchContextParallelConfig",
-    "headway.config.spelled": "DynamoBackend",
-    "headway.strategies.deepspeed.dummies": "DummyOptim DummyScheduler",
-    "headway.offload.quantisation": "BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers",
-    "headway.offload.quantised": "load_and_quantize_model",
+    "headway.training.transforms.compiling": "has_compiled_regions is_compiled_module",
+    "headway.config.engines": "TorchDynamoPlugin",
+    "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig",
+    "headway.config.layout_request": "TorchContextParallelConfig",
+    "headway.config.launch": "DynamoBackend",
+    "headway.offload.quantisation": """
+        BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers load_and_quantize_model
+    """,
     "headway.compat.accelerate.modules.casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.files.sharded": """

@@ -12,19 +12,19 @@ import headway
 from headway import init_empty_weights, set_module_tensor_to_device
 from headway.compat.accelerate.modules import models
 from headway.errors import ConfigError, UnsupportedError
-from headway.training.compiling import regions
+from headway.training.transforms import compiling
 
 
 def test_a_model_comes_out_of_its_wrappers():
     model = torch.nn.Linear(1, 1)
     assert models.extract_model_from_parallel(torch.nn.DataParallel(model)) is model
     compiled = torch.compile(model, backend="eager")
-    assert regions.is_compiled_module(compiled)
-    assert not regions.is_compiled_module(model)
+    assert compiling.is_compiled_module(compiled)
+    assert not compiling.is_compiled_module(model)
     assert models.extract_model_from_parallel(compiled) is compiled
     assert models.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     nested = torch.nn.Sequential(torch.nn.DataParallel(model))
-    assert regions.has_compiled_regions(torch.nn.Sequential(compiled))
+    assert compiling.has_compiled_regions(torch.nn.Sequential(compiled))
     assert models.extract_model_from_parallel(nested, recursive=True)[0] is model
 
 

@@ -1,1 +1,0 @@
-"""What a machine and its cluster say of themselves."""

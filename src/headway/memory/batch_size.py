@@ -1,0 +1,318 @@
+"""find_executable_batch_size: calls a function with smaller batch sizes, or the largest, until it fits on every rank."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from headway.errors import BatchSizeError, CallError, ConfigError
+from headway.log import get_logger
+from headway.memory.attempt import Attempt, Outcome, is_several
+from headway.memory.batch_size_search import (
+    LARGEST,
+    BatchSizeSearch,
+    FirstThatFits,
+    LargestSize,
+    Reduce,
+    check_size,
+    check_tolerance,
+    divisors,
+)
+from headway.memory.oom import clear_device_cache
+from headway.runtime import process
+from headway.runtime.control_plane import control
+from headway.runtime.events import notify
+
+log = get_logger(__name__)
+
+STEPS = "gradient_accumulation_steps"
+"""The parameter through which `keep_global_batch=True` tells the function its accumulation."""
+
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _SearchSettings:
+    """The settings of a search."""
+
+    start: int
+    reduce: Reduce | None
+    is_largest: bool
+    keeps_global_batch: bool
+    limit: int
+    tolerance: float
+
+    def begin(self, size: int) -> BatchSizeSearch:
+        """A search that tries `size` first."""
+        sizes: Sequence[int] | None = divisors(self.start) if self.keeps_global_batch else None
+        if self.is_largest:
+            limit = self.start if self.keeps_global_batch else max(self.limit, size)
+            return LargestSize(size, limit, sizes, self.tolerance)
+        return FirstThatFits(size, self.reduce, sizes)
+
+
+@overload
+def find_executable_batch_size(function: _Function) -> _Function: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Reduce | None = None,
+    *,
+    search: Literal["first", "largest"] = "first",
+    keep_global_batch: bool = False,
+    max_batch_size: int | None = None,
+    tolerance: float = 0.0,
+) -> Callable[[_Function], _Function]: ...
+def find_executable_batch_size(
+    function: _Function | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Reduce | None = None,
+    *,
+    search: Literal["first", "largest"] = "first",
+    keep_global_batch: bool = False,
+    max_batch_size: int | None = None,
+    tolerance: float = 0.0,
+) -> Any:
+    """Call a function with a batch size that fits into memory, the same on all ranks.
+
+    Decorate a function whose first parameter is the batch size (of a method: the first after `self`), and call it without
+    that. Where it runs out of memory on any rank, the attempt ends on all of them, what it held is freed, random streams
+    are put back, and the function is called again, from its beginning, with a smaller size. A later call begins with the
+    size that fitted last, which is the attribute `batch_size` of what the decorator returns.
+
+    Args:
+        function: what to call; None where the decorator is used with arguments.
+        starting_batch_size: the first size tried.
+        reduce_batch_size_fn: gives the next size after a failure: called with the size that failed, or with nothing where
+            it takes nothing. None: half of it, rounded down. It may not be given with `search="largest"`.
+        search: "first": go down, and take the first size that fits. "largest": go up while the size fits, or down until it does,
+            in growing steps, then bisect; the function is called 2 or 3 times if the start is near (`accelerator.forecast`), else
+            about 2 log2(n) times, so let it make only a few updates. Its last call is the one with the size found, and the result
+            of that call is returned.
+        keep_global_batch: only divisors of `starting_batch_size` are tried, and the function is also given
+            `gradient_accumulation_steps=starting_batch_size // batch_size`, so that an update sees as many samples as with the
+            starting size.
+        max_batch_size: where "largest" stops growing; None: 65536, or `starting_batch_size` with `keep_global_batch`.
+        tolerance: "largest" may end below the largest size that fits by this share of it, which saves calls; 0: it may not.
+
+    Returns:
+        The decorated function, or a decorator.
+
+    Raises:
+        CallError: (from the call) a batch size was passed, or other arguments that do not fit; a TypeError.
+        BatchSizeError: (from the call) not even a batch size of 1 (or the last one allowed) fits.
+        ConfigError: impossible settings, or a `reduce_batch_size_fn` that does not reduce.
+        UnsupportedError: (from the call) memory ran out on several processes whose group Headway did not start.
+    """
+    plan = _SearchSettings(
+        check_size(starting_batch_size, "starting_batch_size"),
+        reduce_batch_size_fn,
+        _is_largest(search, reduce_batch_size_fn),
+        keep_global_batch,
+        check_size(LARGEST if max_batch_size is None else max_batch_size, "max_batch_size"),
+        check_tolerance(tolerance),
+    )
+    if tolerance and not plan.is_largest:
+        raise ConfigError(
+            "tolerance is only for search='largest'; 'first' takes the first size that fits. Leave tolerance out"
+        )
+    if max_batch_size is not None and max_batch_size < starting_batch_size:
+        raise ConfigError(
+            f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"
+        )
+    return functools.partial(_decorate, plan) if function is None else _decorate(plan, function)
+
+
+def _is_largest(search: str, reduce: Reduce | None) -> bool:
+    if search not in ("first", "largest"):
+        raise ConfigError(f"search={search!r}; allowed: 'first' (that fits, downwards) and 'largest'")
+    if search == "largest" and reduce is not None:
+        raise ConfigError(
+            "reduce_batch_size_fn has no meaning with search='largest', which chooses sizes itself; leave it out"
+        )
+    return search == "largest"
+
+
+def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
+    if not callable(function):
+        raise ConfigError(
+            f"find_executable_batch_size got {function!r} to decorate; sizes go by name: starting_batch_size=..."
+        )
+    written = inspect.signature(function)
+    if next(iter(written.parameters), "") in ("self", "cls"):
+        function = _size_first(function)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    _check_parameters(plan, function, parameters)
+    next_start = plan.start
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal next_start
+        extra = {STEPS: 1} if plan.keeps_global_batch else {}
+        _check_call(_name(function), signature, written, args, {**kwargs, **extra})
+        clear_device_cache(garbage_collection=True)
+        outcome, next_start = _SearchCall(plan, function, args, kwargs).follow(plan.begin(next_start))
+        run.batch_size = next_start  # type: ignore[attr-defined]
+        return outcome.result
+
+    run.batch_size = None  # type: ignore[attr-defined]
+    shown = [each for each in parameters[1:] if not (plan.keeps_global_batch and each.name == STEPS)]
+    takes_any = bool(parameters) and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    run.__signature__ = signature if takes_any else signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return run
+
+
+def _size_first(method: _Function) -> _Function:
+    """A method as a function of the batch size and then its object, as all others take the size first."""
+
+    @functools.wraps(method)
+    def call(size: int, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(owner, size, *args, **kwargs)
+
+    signature = inspect.signature(method)
+    owner, *rest = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[*rest[:1], owner, *rest[1:]] if rest else [])  # type: ignore[attr-defined]
+    return call
+
+
+def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[inspect.Parameter]) -> None:
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    if not parameters or parameters[0].kind not in positional:
+        raise ConfigError(
+            f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
+        )
+    if any(is_late(function) for is_late in _LATE):
+        raise ConfigError(
+            f"{_name(function)} is a generator or a coroutine: its body runs after the call has returned, where nobody can call it "
+            "again with a smaller size; decorate a plain function that runs to its end"
+        )
+    takes_steps = any(each.name == STEPS or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    if plan.keeps_global_batch and not takes_steps:
+        raise ConfigError(
+            f"with keep_global_batch=True {_name(function)} is also given {STEPS}=...; add that parameter, and hand it to the "
+            "Accelerator"
+        )
+
+
+def _check_call(
+    name: str, signature: inspect.Signature, written: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise where the caller's arguments do not fit beside a batch size.
+
+    Args:
+        name: the function's.
+        signature: with the batch size first.
+        written: as the function was written: of a method with its object first.
+        args: without the batch size, as they should be.
+        kwargs: the same.
+
+    Raises:
+        CallError: they do not.
+    """
+    try:
+        signature.bind(0, *args, **kwargs)
+        return
+    except TypeError as error:
+        try:
+            written.bind(*args, **kwargs)
+        except TypeError:
+            raise CallError(f"{name}(batch_size, ...) cannot be called so: {error}") from None
+    first = next(iter(signature.parameters))
+    num_owners = int(first != next(iter(written.parameters)))
+    rest = {key: value for key, value in kwargs.items() if key not in (first, STEPS)}
+    left = [repr(each) for each in args[num_owners + (first not in kwargs) :]]
+    call = ", ".join([*left, *(f"{key}={value!r}" for key, value in rest.items())])
+    raise CallError(
+        f"a batch size was passed to {name}, whose parameter {first!r} is filled in by find_executable_batch_size; call it "
+        f"without: {name}({call})"
+    )
+
+
+def _name(function: _Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _SearchCall:
+    """One call of a decorated function: its attempts, and what they taught."""
+
+    def __init__(
+        self, plan: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.tried: list[int] = []
+
+    def follow(self, search: BatchSizeSearch) -> tuple[Outcome, int]:
+        """The outcome that fits, and its size."""
+        last: Outcome | None = None
+        while not search.is_done:
+            # Before the first attempt the script may not have joined the other processes yet.
+            size = self._agree(search.size) if self.tried else search.size
+            attempt, outcome = self._attempt(size)
+            search.report(outcome.fits)
+            if outcome.fits and (search.is_done and search.found == size):
+                return outcome, size
+            if outcome.fits:
+                # Its models are no longer wanted, and would take the next attempt's memory.
+                attempt.let_go()
+                outcome = Outcome(True)
+                clear_device_cache(garbage_collection=True)
+            else:
+                last = outcome
+                ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
+                log.info("batch size %d: out of memory%s; %s", size, ranks, _plans(search))
+                notify("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
+        if not search.found:
+            raise self._nothing_fits(last) from (None if last is None else last.error)
+        # The last attempt was another size's. What fitted may not fit quite again: then downwards.
+        return self.follow(
+            FirstThatFits(
+                search.found,
+                _ever_less(search.found),
+                divisors(self.plan.start) if self.plan.keeps_global_batch else None,
+            )
+        )
+
+    def _attempt(self, size: int) -> tuple[Attempt, Outcome]:
+        self.tried.append(size)
+        attempt = Attempt(size)
+        kwargs = {**self.kwargs, STEPS: self.plan.start // size} if self.plan.keeps_global_batch else self.kwargs
+        return attempt, attempt.run(self.function, self.args, kwargs)
+
+    def _agree(self, size: int) -> int:
+        return int(control.current().vote([size], "min")[0]) if is_several() and process.current() else size
+
+    def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:
+        why = "" if last is None or last.error is None else f" The last error: {str(last.error)[:300]}"
+        return BatchSizeError(
+            f"No executable batch size found, reached zero: {_name(self.function)} ran out of memory with every size tried "
+            f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
+            f"sample is too large.{why}"
+        )
+
+
+def _ever_less(found: int) -> Reduce:
+    """What is tried below a size that fitted once and then did not: a little less, and then less and less."""
+    step = max(1, found // 32)
+
+    def reduce(size: int) -> int:
+        nonlocal step
+        step *= 2
+        return max(0, size - step // 2)
+
+    return reduce
+
+
+def _plans(search: BatchSizeSearch) -> str:
+    return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"

@@ -1,0 +1,300 @@
+"""Sequences and their labels under context parallelism: how they are divided among the ranks, cut and counted.
+
+How sequences are divided among the ranks of context parallelism, and how their parts travel.
+
+A sequence is padded to a multiple of twice the number of ranks and divided into that many pieces. Rank r holds piece r and the
+piece that lies as far from the end: under causal attention a late piece sees much and an early one little, and so all ranks
+compute the same amount. It is torch's head-tail order, which its ring attention expects.
+
+Labels among what a model is given: they are cut as its sequences are, and those that count are counted.
+
+A mean over a part's labels becomes a term of the whole's mean by the share of labels that count, so what the model's loss ignores
+must be known: from the options, or from the cross entropy that the model is seen to compute.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from headway.config.layout_request import TorchContextParallelConfig
+from headway.errors import DataError, PrepareError
+from headway.runtime.collectives.checked import Collectives
+from headway.strategies.context import check as context_check
+from headway.strategies.tensor.crossings import SplitAxis, all_gather, reduce_scatter
+
+
+def padded(length: int, axis: SplitAxis) -> int:
+    """The next length that can be divided."""
+    step = 2 * axis.size
+    return -(-length // step) * step
+
+
+def pieces_of(rank: int, axis: SplitAxis) -> tuple[int, int]:
+    """The numbers of the two pieces that a rank holds."""
+    return rank, 2 * axis.size - 1 - rank
+
+
+def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -> torch.Tensor:
+    """This rank's part of a whole tensor; the gradients that come back through it are terms of a sum over the ranks.
+
+    Args:
+        whole: alike on all ranks.
+        axis: the ranks.
+        dim: the sequence.
+        filler: what it is padded with.
+    """
+    dim = dim % whole.dim()
+    length = padded(whole.shape[dim], axis)
+    if length > whole.shape[dim]:
+        whole = pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]], value=filler)
+    step = length // (2 * axis.size)
+    return torch.cat([whole.narrow(dim, piece * step, step) for piece in pieces_of(axis.rank, axis)], dim)
+
+
+def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """The whole of the ranks' parts, padding included, for computations in which each rank does its share."""
+    return _Gather.apply(part, axis, dim % part.dim(), 0)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter(terms: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """This rank's part of the sum of the ranks' terms; autograd does not see it."""
+    stacked = _by_rank(terms, axis, dim % terms.dim())
+    return reduce_scatter(stacked.view(-1, *stacked.shape[2:]), axis)
+
+
+def join(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int = 1) -> torch.Tensor:
+    """The whole of the ranks' parts, of this length without padding, for computations that all ranks do alike.
+
+    Args:
+        part: this rank's.
+        axis: the ranks.
+        dim: the sequence.
+        length: of the whole.
+        times: what gradients that come back are multiplied by.
+    """
+    whole: torch.Tensor = _Gather.apply(part, axis, dim % part.dim(), times)  # type: ignore[no-untyped-call]
+    return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
+
+
+def one_of(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """What all ranks compute alike, as one term of a sum over them: its gradient is divided among them."""
+    return _OneOf.apply(whole, axis) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+
+
+def _in_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """Parts, stacked by rank along a new first dimension, as one sequence."""
+    step = by_rank.shape[dim + 1] // 2
+    found: list[Any] = [None] * (2 * axis.size)
+    for rank in range(axis.size):
+        for place, piece in enumerate(pieces_of(rank, axis)):
+            found[piece] = by_rank[rank].narrow(dim, place * step, step)
+    return torch.cat(found, dim)
+
+
+def _by_rank(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """A sequence as its parts, stacked by rank along a new first dimension."""
+    pieces = whole.chunk(2 * axis.size, dim)
+    return torch.stack([torch.cat([pieces[p] for p in pieces_of(rank, axis)], dim) for rank in range(axis.size)])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, times: int) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.times = axis, dim, times
+        return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        axis, dim = ctx.axis, ctx.dim
+        if ctx.times:  # every rank has all of it
+            mine = part_of(grad, axis, dim)
+            return mine if ctx.times == 1 else mine * ctx.times, None, None, None
+        return scatter(grad, axis, dim), None, None, None
+
+
+class _OneOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+        ctx.size = axis.size
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad / ctx.size, None
+
+
+_DEFAULT = -100
+_LOSSES = (functional.cross_entropy, functional.nll_loss)
+
+
+@dataclass
+class LabelledCall:
+    """One call of the model.
+
+    Attributes:
+        args, kwargs: what the model is given: labels are cut, everything else is whole.
+        num_labels: labels that count: of the whole sequences, and of this rank's part; None: none are cut.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_labels: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class SplitLabels:
+    """The labels of one model.
+
+    Args:
+        model: whose.
+        parameters: names of what may be given to its forward by place.
+        options: which arguments are labels, and which label its loss ignores.
+        axis: the ranks.
+        everyone: all ranks of the run, which raise errors together.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: list[str],
+        options: TorchContextParallelConfig,
+        axis: SplitAxis,
+        everyone: Collectives,
+    ) -> None:
+        self._model, self._parameters, self._options, self._axis = model, parameters, options, axis
+        self._everyone = everyone
+        self._of_loss: int | None = None
+        self._name = type(model).__name__
+
+    @property
+    def ignored(self) -> int:
+        """The label that does not count, and with which sequences are padded."""
+        known = (self._options.ignore_index, self._of_loss, _DEFAULT)
+        return next(value for value in known if value is not None)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block in which the model computes its loss: which label does it ignore?
+
+        Raises:
+            PrepareError: another one than the options say.
+        """
+        with _IgnoredLabels() as watch:
+            yield
+        if len(watch.seen) != 1:
+            return
+        self._of_loss = next(iter(watch.seen))
+        if self._options.ignore_index not in (None, self._of_loss):
+            raise PrepareError(
+                f"TorchContextParallelConfig(ignore_index={self._options.ignore_index}), but the cross entropy of "
+                f"{self._name} has ignore_index={self._of_loss}; make them equal, or leave the option out"
+            )
+
+    def within(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Those of the shape (rows, tokens), by name."""
+        given = {**dict(zip(self._parameters, args)), **kwargs}
+        found = {name: given.get(name) for name in self._options.labels}
+        return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
+
+    def to_rehearse(self, labels: Mapping[str, torch.Tensor]) -> int:
+        """A label that the model's loss takes, and ignores if that can be known."""
+        if self._of_loss is not None:
+            return self._of_loss
+        if self._options.ignore_index is not None:
+            return self._options.ignore_index
+        known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
+        return min((int(label.min()) for label in known), default=0)
+
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LabelledCall:
+        """Cut them among what the model is given.
+
+        Raises:
+            DataError: they would have to be padded, but not with what they say is ignored.
+        """
+        labels = self.within(args, kwargs)
+        if not labels:
+            return LabelledCall(args, dict(kwargs))
+        self._check_padding(labels)
+        if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
+            labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored)
+        parts = {
+            name: part_of(label, self._axis, 1, self.ignored if _is_class(label) else 0)
+            for name, label in labels.items()
+        }
+        counted = "shift_labels" if "shift_labels" in labels else next(iter(labels))
+        counts = self._count(labels[counted]), self._count(parts[counted])
+        rest = args[len(self._parameters) :]
+        args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
+        return LabelledCall(args, {**kwargs, **parts}, counts)
+
+    def _check_padding(self, labels: Mapping[str, torch.Tensor]) -> None:
+        """Before ranks that alone have such a sequence raise, while the others wait for their share of the model.
+
+        Raises:
+            DataError: on all ranks.
+        """
+        classes = [label for label in labels.values() if _is_class(label)]
+        if self._of_loss is not None or not classes:
+            return
+        problem = next(filter(None, map(self._padding_problem, classes)), "")
+        refusing = [rank for rank, row in enumerate(self._everyone.gather_numbers([float(bool(problem))])) if row[0]]
+        if problem:
+            raise DataError(problem)
+        if refusing:
+            raise DataError(
+                f"the batch of ranks {', '.join(map(str, refusing))} has labels that context parallelism cannot pad; the error there "
+                "says what to do"
+            )
+
+    def _padding_problem(self, label: torch.Tensor) -> str:
+        length = label.shape[1]
+        if not context_check.has_values(label) or padded(length, self._axis) == length:
+            return ""
+        least = int(label.masked_fill(label == self.ignored, 0).min())
+        if least >= 0:
+            return ""
+        return (
+            f"context parallelism must pad sequences of {length} tokens to {padded(length, self._axis)}, and labels with "
+            f"{self.ignored}, but they contain {least}; name the label that the loss of {self._name} ignores: "
+            f"TorchContextParallelConfig(ignore_index={least}), or pad batches to a multiple of {2 * self._axis.size} tokens"
+        )
+
+    def _count(self, label: torch.Tensor) -> torch.Tensor:
+        """Labels that count; no loss counts negative ones."""
+        if label.is_floating_point():
+            return torch.tensor(label.numel(), device=label.device)
+        if label.dtype == torch.bool:
+            return label.sum()
+        return ((label >= 0) & (label != self.ignored)).sum()
+
+
+class _IgnoredLabels(TorchFunctionMode):
+    """Notes which labels cross entropies ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at calls; all pass."""
+        kwargs = kwargs or {}
+        if func in _LOSSES:
+            target = kwargs["target"] if "target" in kwargs else args[1]
+            if _is_class(target):
+                # Both have it as their fifth argument.
+                self.seen.add(int(kwargs.get("ignore_index", args[4] if len(args) > 4 else _DEFAULT)))
+        return func(*args, **kwargs)
+
+
+def _is_class(label: torch.Tensor) -> bool:
+    return not label.is_floating_point() and label.dtype != torch.bool
+
+
+def _shifts(model: torch.nn.Module) -> bool:
+    """Does the model's own loss shift labels by one (transformers' causal language models)?"""
+    return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (None, "ForCausalLM")

@@ -1,1 +1,0 @@
-"""Data parallelism: a whole model on each process, whose gradients are averaged."""

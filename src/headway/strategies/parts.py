@@ -1,0 +1,140 @@
+"""Models of which ranks hold parts: the device mesh of a layout, which models these are, and which part stands for a tensor.
+
+torch's device mesh of a layout, its axes named as in the layout.
+
+Which part of a sharded parameter stands for the tensor that a script holds: the one from before prepare(), or a gathered one.
+
+The models of this process of which ranks hold parts: a second prepare must ask for the same layout.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from headway.common.optional import Later
+from headway.config.mesh import Layout
+from headway.errors import PrepareError
+from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.weights.pieces import is_dtensor
+
+device_mesh = Later("torch.distributed.device_mesh")
+
+
+def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
+    """The mesh, and the part of it on which `fully_shard` works: replicas, if any, and those that share parameters.
+
+    Ranks along cp share parameters, too: they would hold the same ones, and their gradients have to be summed anyway.
+    """
+    sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
+    shards = [axis for axis in ("shard", "cp") if axis in sizes]
+    if "replicate" in sizes and not shards:
+        # fully_shard replicates along an axis beside the one it cuts along, if only of one rank.
+        sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
+        shards = ["shard"]
+    if len(shards) < 2:
+        mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return mesh, mesh[tuple(axis for axis in ("replicate", *shards) if axis in sizes)] if shards else None
+    # One axis for both, which is opened for those who ask for cp alone.
+    names = [axis for axis in sizes if axis not in shards]
+    place = names.index("tp") if "tp" in names else len(names)
+    names.insert(place, "shard_cp")
+    flat = device_mesh.init_device_mesh(
+        device_type, tuple(sizes.get(axis, layout.num_shards) for axis in names), mesh_dim_names=tuple(names)
+    )
+    mesh = flat._unflatten(place, (layout.shard, layout.cp), ("shard", "cp"))
+    return mesh, flat[("replicate", "shard_cp")] if "replicate" in sizes else flat["shard_cp"]
+
+
+def left(layout: Layout) -> str:
+    """What a person should hear where a model is prepared in a layout whose process groups have ended."""
+    return (
+        f"the process groups of this Accelerator ({layout.describe()}) have ended: memory ran out in an attempt of "
+        "find_executable_batch_size, which goes on with new ones. Create the Accelerator inside its function, with this layout"
+    )
+
+
+class ReplacedParameters:
+    """The parameters of a strategy's models, by what stood or stands in their place.
+
+    Args:
+        models: gives the strategy's sharded models.
+    """
+
+    def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._models = models
+        self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._whole: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._num_whole, self._num_records = -1, 0
+
+    def note(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Parameters from before, each with the one that has taken its place."""
+        self._before.update((id(before), (weakref.ref(before), now)) for before, now in pairs)
+
+    def look_again(self) -> None:
+        """There are other models: gathered parameters are looked for anew."""
+        self._whole.clear()
+        self._num_whole = -1
+
+    def forget(self) -> None:
+        """Models are gone, and what has taken the place of their parameters."""
+        held = {id(p) for model in self._models() for p in model.parameters()}
+        self._before = {key: pair for key, pair in self._before.items() if id(pair[1]) in held}
+        self.look_again()
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part that took its place; for a gathered parameter, which the tree shows while it is whole, its part."""
+        known = self._before.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[1]
+        if is_dtensor(parameter):
+            return parameter
+        found = self._whole.get(id(parameter))
+        if found is None and self._num_whole < self._num_records:
+            self._note_whole()  # each is there from its first gather on
+            found = self._whole.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            return parameter
+        part: torch.Tensor = found[1].sharded_param
+        return part
+
+    def _note_whole(self) -> None:
+        """Which record each gathered parameter belongs to: clippings and steps look it up."""
+        self._whole.clear()
+        records = [record for model in self._models() for record in gathered.records(model)]
+        for record in records:
+            whole = gathered.whole_parameter(record)
+            if whole is not None:
+                self._whole[id(whole)] = weakref.ref(whole), record
+        self._num_whole, self._num_records = len(self._whole), len(records)
+
+
+class ShardedModels:
+    """The models that were sharded, or cut into stages, and how; they stay so when they are released."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __contains__(self, model: torch.nn.Module) -> bool:
+        return model in self._known
+
+    def note(self, model: torch.nn.Module, how: tuple[object, ...], kept: Any) -> None:
+        """It has been sharded in this way; `kept` is what a second prepare takes up."""
+        self._known[model] = how, kept
+
+    def find(self, model: torch.nn.Module, how: tuple[object, ...]) -> Any:
+        """What was kept of it; None where it has not been sharded.
+
+        Raises:
+            PrepareError: it was, in another way.
+        """
+        before, kept = self._known.get(model, (how, None))
+        if before != how:
+            raise PrepareError(
+                f"{type(model).__name__} is already sharded in another way ({', '.join(map(str, before))}); build it again, and load "
+                "its values from a checkpoint"
+            )
+        return kept

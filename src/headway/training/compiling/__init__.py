@@ -1,1 +1,0 @@
-"""torch.compile of models as a transform before they are wrapped: whole, or their repeated blocks."""

@@ -1,1 +1,0 @@
-"""Activations dropped and computed again in backward, or kept in host memory."""

@@ -1,1 +1,0 @@
-"""How fast a loop is, and which rank holds up the others."""

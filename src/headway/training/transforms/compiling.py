@@ -1,0 +1,189 @@
+"""Compiles a model in place, whole or block by block: the object, its class and its names stay what they were.
+
+The compiled call is where `Module.compile()` keeps it, beside the module's parts: state dicts, pickles and copies do not see it.
+Blocks of one class share one compilation, because torch keeps compilations by the code that was compiled: a model of 32 blocks
+compiles as fast as one of two.
+
+Modules whose forward is torch's own (Sequential, TransformerEncoderLayer) are called through a function of ours, because torch passes
+over its own code: `Module.compile()` would leave them uncompiled and not say so.
+
+Can this machine compile with that backend? Asked when a model is prepared, so that nothing falls back in silence.
+"""
+
+import inspect
+import shutil
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from headway.common import env
+from headway.common.optional import available
+from headway.config.engines import TorchDynamoPlugin
+from headway.errors import ConfigError, OptionalDependencyMissing
+from headway.log import get_logger
+from headway.strategies.blocks import find_blocks
+
+log = get_logger(__name__)
+
+
+def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
+    """Refuse a backend that cannot work here.
+
+    Args:
+        plugin: the settings; a backend of the user's own is taken as it is.
+        device: what models compute on.
+
+    Raises:
+        ConfigError: torch does not know the backend, or it is for other devices.
+        OptionalDependencyMissing: a compiler is missing; the message says what to install.
+    """
+    if callable(plugin.to_kwargs()["backend"]):
+        return
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if plugin.name not in known:
+        raise ConfigError(
+            f"dynamo_backend={plugin.name!r}: torch {torch.__version__} has no such backend here. It has {', '.join(known)}; "
+            "choose one of them, or import the package that registers it first"
+        )
+    if plugin.name == "cudagraphs" and device.type != "cuda":
+        raise ConfigError(
+            f"dynamo_backend='cudagraphs' needs a CUDA device, not {device}; choose inductor or aot_eager"
+        )
+    if plugin.name == "inductor":
+        _check_inductor(device)
+        if plugin.mode == "reduce-overhead" and device.type == "cpu":
+            log.warning_once(
+                "mode='reduce-overhead' uses CUDA graphs, which do not exist on a CPU: it has no effect here"
+            )
+
+
+def _check_inductor(device: torch.device) -> None:
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, RuntimeError) as error:
+            raise OptionalDependencyMissing(
+                "torch.compile's inductor needs a C++ compiler on a CPU, but none was found: install one (apt-get install g++, dnf "
+                "install gcc-c++, xcode-select --install), or name one in the variable CXX, or choose dynamo_backend='aot_eager', "
+                "which generates no code"
+            ) from error
+        return
+    if device.type in ("cuda", "xpu"):
+        if not available("triton"):
+            raise OptionalDependencyMissing(
+                f"torch.compile's inductor needs triton on {device.type}, which is not installed: pip install triton, or choose "
+                "dynamo_backend='aot_eager', which generates no code"
+            )
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))) and not env.get("CC"):
+            raise OptionalDependencyMissing(
+                "triton needs a C compiler, but none was found: install one (apt-get install gcc), or name one in the variable CC"
+            )
+
+
+_PER_KIND = 8
+"""Compilations of one code that torch makes before it gives up: training and evaluation, fixed and open sizes, a batch of one ..."""
+
+
+def compile_model(
+    model: torch.nn.Module, plugin: TorchDynamoPlugin, device: torch.device, is_gathered: bool = False
+) -> torch.nn.Module:
+    """Compile in place as the settings say; a model that is compiled already is left as it is.
+
+    Args:
+        model: whose blocks may drop their activations already: that becomes a part of what is compiled.
+        plugin: the settings.
+        device: what the model computes on.
+        is_gathered: its blocks' parameters will come together in front of each block, which no graph of the whole model holds.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a backend that this torch or device does not have.
+        OptionalDependencyMissing: a program that the backend needs is not there.
+    """
+    if not plugin.compiles:
+        return model
+    name = type(model).__name__
+    if has_compiled_regions(model):
+        log.info_once(f"{name} is already compiled and is not compiled again")
+        return model
+    check_toolchain(plugin, device)
+    has_blocks = bool(find_blocks(model))
+    if has_blocks and is_gathered and not plugin.use_regional_compilation:
+        log.warning_once(
+            f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
+            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+        )
+    if has_blocks and (plugin.use_regional_compilation or is_gathered):
+        return compile_regions(model, **plugin.to_kwargs())
+    if plugin.use_regional_compilation:
+        log.warning_once(
+            f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
+            "ModuleList, Sequential or ModuleDict), so it is compiled whole"
+        )
+    _compile([model], plugin.to_kwargs())
+    log.info("%s will be compiled whole by %s", name, plugin.name)
+    return model
+
+
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the module's repeated blocks in place, once for all blocks of a class; without any, the whole module.
+
+    Args:
+        module: any.
+        compile_kwargs: for torch.compile.
+
+    Returns:
+        The same object: isinstance holds, and the names in its state dict do not change.
+    """
+    blocks = find_blocks(module)
+    if not blocks:
+        _compile([module], compile_kwargs)
+        return module
+    kinds = len({_kind(block) for block in blocks})
+    if kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
+        # Blocks of different shapes share the code of their class, and would use its compilations up.
+        compile_kwargs.setdefault("recompile_limit", _PER_KIND * kinds)
+    _compile(blocks, compile_kwargs)
+    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, kinds)
+    return module
+
+
+def _compile(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
+    """Compile each by itself; those of one class share what is compiled."""
+    code = _caller(modules[0]).__code__.replace()
+    for module in modules:
+        if not torch._dynamo.trace_rules.check(module.forward):
+            module.compile(**settings)
+            continue
+        call = _caller(module)
+        function = FunctionType(code, call.__globals__, type(module).__name__, None, call.__closure__)
+        module._compiled_call_impl = torch.compile(function, **settings)
+
+
+def _caller(module: torch.nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+    return type(block), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Does calling it run compiled code: is it what torch.compile returned, or was it compiled in place?"""
+    return isinstance(module, torch.nn.Module) and (
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    )
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Is the module or one of its submodules compiled?"""
+    return any(map(is_compiled_module, module.modules()))

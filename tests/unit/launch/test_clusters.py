@@ -1,0 +1,207 @@
+"""What SLURM, Open MPI and Kubernetes say in the environment, and how it meets the other settings."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from headway.config.load import Value, resolve
+from headway.errors import ConfigError
+from headway.launch.clusters import ClusterTask, check_agreement, detect, first_host
+from headway.launch.machine import Machine
+from headway.launch.plan import AgentOrder, Program, commands_per_machine, make
+
+CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
+GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
+
+# srun on two nodes, one task each.
+SLURM = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+
+
+def values(environment):
+    return {name: entry.value for name, entry in detect(environment).layer.items()}
+
+
+def planned(environment, machine=CPU, **settings):
+    cluster = detect(environment)
+    layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
+    return make(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
+
+
+def test_no_cluster():
+    assert detect({"PATH": "/bin"}) is None
+
+
+class TestSlurm:
+    def test_one_task_a_machine(self):
+        assert values(SLURM) == {
+            "num_machines": 2, "machine_rank": 1, "main_process_ip": "gpu07", "main_process_port": 24711,
+        }  # fmt: skip
+        assert detect(SLURM).layer["num_machines"].origin == "SLURM: SLURM_STEP_NUM_NODES"
+        order = AgentOrder.decode(planned(SLURM, GPUS).argv[-1])
+        assert (order.num_local, order.machine_rank, order.endpoint) == (4, 1, "gpu07:24711")
+
+    def test_several_tasks_a_machine_are_the_processes(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
+        assert detect(environment).task == ClusterTask(6, 8, 2, 4)
+        made = planned(environment, GPUS)
+        order = AgentOrder.decode(made.argv[-1])
+        assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 8, 6, "task")
+        assert order.endpoint == "gpu07:24711"
+        assert order.variables == {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+        assert made.banner == ""  # rank 0 says it for all
+        assert json.loads(made.additions["HEADWAY_RUN"])["num_processes"] == 8
+
+    def test_several_tasks_on_one_machine(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+        made = planned(environment)
+        assert AgentOrder.decode(made.argv[-1]).endpoint == "127.0.0.1:24711"
+        assert made.additions["GLOO_SOCKET_IFNAME"] == "lo"
+        assert made.banner.startswith("headway: 2 processes on cpu")
+
+    def test_one_task_on_one_machine_is_an_ordinary_launch(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+        assert values(environment) == {}
+        assert planned(environment, GPUS).world_size == 4
+
+    @pytest.mark.parametrize(
+        ("said", "visible", "local"),
+        [
+            ({}, ("0", "1", "2", "3"), "2"),
+            ({"SLURM_GPUS_PER_TASK": "1"}, ("0",), "0"),
+            ({}, ("0",), "0"),  # by --gpu-bind
+            ({"SLURM_GPUS_PER_TASK": "h100:4"}, ("0", "1", "2", "3"), "0"),
+            ({"SLURM_GPUS_PER_TASK": "1"}, ("0", "1", "2", "3"), "2"),  # --gpu-bind=none shows each task all of them
+        ],
+    )
+    def test_a_task_with_accelerators_of_its_own_counts_them_from_0(self, said, visible, local):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", **said}
+        order = AgentOrder.decode(planned(environment, replace(GPUS, device_ids=visible)).argv[-1])
+        assert order.variables["LOCAL_RANK"] == local
+        assert order.variables["LOCAL_WORLD_SIZE"] == ("1" if local == "0" else "4")
+
+    def test_a_tasks_cores_are_its_own(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_CPUS_PER_TASK": "6"}
+        assert planned(environment, GPUS).additions["OMP_NUM_THREADS"] == "6"
+        assert "OMP_NUM_THREADS" not in planned({**environment, "OMP_NUM_THREADS": "3"}, GPUS).additions
+
+    def test_an_allocation_without_a_task_is_no_task(self):
+        assert detect({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) is None
+        # The top of an sbatch script has a rank but no step.
+        assert detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}) is None
+
+    def test_uneven_tasks(self):
+        with pytest.raises(ConfigError, match="SLURM started 3 tasks on 2 machines"):
+            detect({**SLURM, "SLURM_STEP_NUM_TASKS": "3"})
+
+    def test_the_tasks_and_the_processes_must_agree(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
+        with pytest.raises(ConfigError, match=r"4 processes .*the cluster has started 8 tasks, 4 on each machine"):
+            planned(environment, GPUS, num_processes=4)
+
+    def test_tasks_do_not_become_fewer(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
+        with pytest.raises(ConfigError, match=r"min_machines .* needs one launcher a machine"):
+            planned(environment, GPUS, min_machines=1, max_restarts=1)
+
+    def test_garbage_is_named(self):
+        with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
+            detect({**SLURM, "SLURM_NODEID": "one"})
+        for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_JOB_ID"):
+            with pytest.raises(ConfigError, match=rf"{name}='9+\.\.\. \(5002 characters\), which"):
+                detect({**SLURM, "SLURM_STEP_NUM_TASKS": "8", name: "9" * 5000})
+
+    @pytest.mark.parametrize(
+        ("nodes", "first"),
+        [
+            ("gpu7", "gpu7"),
+            ("gpu7,gpu8", "gpu7"),
+            ("gpu[07-09,12],cpu1", "gpu07"),
+            ("gpu[3,5]", "gpu3"),
+            ("rack1-[10-20]-ib", "rack1-10-ib"),
+            ("", None),
+        ],
+    )
+    def test_node_lists(self, nodes, first):
+        assert first_host(nodes) == first
+
+
+class TestOpenMpi:
+    environment = {  # noqa: RUF012
+        "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_MCA_orte_hnp_uri": "314900480.0;tcp://10.0.0.5,172.17.0.1:40001",
+    }  # fmt: skip
+
+    def test_two_a_machine(self):
+        cluster = detect(self.environment)
+        assert cluster.task == ClusterTask(3, 4, 1, 2)
+        made = planned(self.environment)
+        assert AgentOrder.decode(made.argv[-1]).endpoint == f"10.0.0.5:{20000 + 314900480 % 12000}"
+
+    def test_one_a_machine(self):
+        environment = {**self.environment, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        order = AgentOrder.decode(planned(environment).argv[-1])
+        assert (order.num_machines, order.machine_rank, order.num_local) == (4, 3, 1)
+
+    def test_where_they_meet_can_be_said(self):
+        environment = {name: value for name, value in self.environment.items() if "uri" not in name}
+        with pytest.raises(ConfigError, match="--main_process_ip ADDRESS"):
+            planned(environment)
+        assert planned(environment, main_process_ip="h", main_process_port=5).argv[-1].count('"h:5"') == 1
+
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+
+
+class TestKubernetes:
+    def test_a_pytorch_job(self):
+        environment = {
+            **POD, "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4",
+            "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
+        }  # fmt: skip
+        order = AgentOrder.decode(planned(environment, GPUS).argv[-1])
+        assert (order.num_machines, order.machine_rank, order.num_local, order.endpoint) == (
+            2,
+            1,
+            4,
+            "job-master-0:23456",
+        )
+
+    def test_an_older_operator_that_sets_torchs_variables(self):
+        environment = {
+            **POD, "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456",
+        }  # fmt: skip
+        made = planned(environment, GPUS)
+        assert made.world_size == 8
+        assert made.removals == ("RANK", "WORLD_SIZE")
+
+    def test_an_indexed_job(self):
+        environment = {**POD, "JOB_COMPLETION_INDEX": "3"}
+        assert values(environment) == {"machine_rank": 3}
+
+    def test_an_ordinary_pod_is_an_ordinary_machine(self):
+        assert detect(POD) is None
+
+
+def test_a_file_against_the_cluster_names_both():
+    cluster = detect(SLURM)
+    file = {"machine_rank": Value(0, "file: c.yaml key machine_rank")}
+    with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*against 1 \(SLURM: SLURM_NODEID\)"):
+        check_agreement(resolve([file, cluster.layer]), cluster)
+    check_agreement(resolve([file, cluster.layer], force=True), cluster)
+
+
+def test_without_a_cluster_each_machine_has_its_command():
+    layer = {
+        "num_machines": Value(2, "x"), "num_processes": Value(4, "x"),
+        "cpu": Value(True, "x"), "quiet": Value(False, "x"),
+    }  # fmt: skip
+    texts = commands_per_machine(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
+    assert texts == [
+        "headway launch --num_processes 4 --cpu --num_machines 2 --main_process_ip box --main_process_port 4242 "
+        f"--machine_rank {rank} train.py 'a b'"
+        for rank in (0, 1)
+    ]

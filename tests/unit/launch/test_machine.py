@@ -1,0 +1,125 @@
+"""What a machine has, read from a made-up /dev, /proc and /sys."""
+
+import pytest
+
+from headway.launch import machine
+from headway.launch.machine import look, num_cores, visible_ids
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "sys/class/net/lo").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def torch_flavour(monkeypatch):
+    def choose(flavour):
+        monkeypatch.setattr(machine, "_torch_flavour", lambda: flavour)
+
+    choose("cu130")
+    return choose
+
+
+def _nvidia(root, count):
+    for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
+        (root / "dev" / name).touch()
+
+
+def test_no_accelerator(root):
+    here = look({}, root)
+    assert (here.accelerator, here.device_ids, here.torch_device) == (None, (), "cpu")
+    assert here.loopback == "lo"
+    assert here.num_cores >= 1
+
+
+def test_nvidia(root, torch_flavour):
+    _nvidia(root, 2)
+    here = look({}, root)
+    assert (here.accelerator, here.device_ids, here.torch_device) == ("cuda", ("0", "1"), "cuda")
+    assert look({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
+
+
+@pytest.mark.parametrize("node", ["nvhost-gpu", "nvgpu"])
+def test_jetson(root, torch_flavour, node):
+    (root / "dev" / node).touch()
+    here = look({}, root)
+    assert (here.accelerator, here.device_ids) == ("cuda", ("0",))
+
+
+def test_variables_that_name_no_device_that_exists_are_told(root, torch_flavour):
+    _nvidia(root, 2)
+    assert look({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"
+    for meant in ("", "-1", "NoDevFiles"):
+        assert look({"CUDA_VISIBLE_DEVICES": meant}, root).hidden_by == ""
+    assert look({"CUDA_VISIBLE_DEVICES": "1"}, root).hidden_by == ""
+
+
+def test_a_torch_for_cpus_uses_no_accelerator(root, torch_flavour):
+    _nvidia(root, 2)
+    torch_flavour("cpu")
+    assert look({}, root).accelerator is None
+
+
+def test_amd(root, torch_flavour):
+    (root / "dev/kfd").touch()
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    for index, count in enumerate([0, 304, 304]):  # node 0 is the CPU
+        (nodes / str(index)).mkdir(parents=True)
+        (nodes / str(index) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {count}\n")
+    torch_flavour("rocm6.4")
+    here = look({}, root)
+    assert (here.accelerator, here.device_ids, here.torch_device) == ("rocm", ("0", "1"), "cuda")
+    assert look({"HIP_VISIBLE_DEVICES": "1"}, root).device_ids == ("1",)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ids"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ("0", "1")),  # HIP counts what the layer below leaves
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2"}, ()),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-1a,GPU-2b,GPU-3c"}, ("0", "1", "2")),
+        ({"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, ("3",)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ("0", "1")),
+        ({"ROCR_VISIBLE_DEVICES": ""}, ()),
+    ],
+)
+def test_amd_reads_two_variables_one_after_the_other(variables, ids):
+    assert visible_ids("rocm", 4, variables) == ids
+
+
+def test_intel_counts_only_with_a_torch_for_it(root, torch_flavour):
+    device = root / "sys/class/drm/renderD128/device"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x8086\n")
+    assert look({}, root).accelerator is None
+    torch_flavour("xpu")
+    assert look({}, root).accelerator == "xpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("0,1", ("0", "1")),
+        ("3, 1", ("3", "1")),
+        ("-1", ()),
+        ("", ()),
+        ("0,-1,2", ("0",)),  # as the driver does: the first unknown one ends the list
+        ("0,9,1", ("0",)),
+        ("GPU-1a2b,GPU-3c4d", ("GPU-1a2b", "GPU-3c4d")),
+        ("MIG-1a2b", ("MIG-1a2b",)),
+    ],
+)
+def test_visible_devices(text, ids):
+    assert visible_ids("cuda", 4, {"CUDA_VISIBLE_DEVICES": text}) == ids
+
+
+def test_cores_are_limited_by_the_cgroup(root):
+    free = num_cores(root)
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/cpu.max").write_text("max 100000\n")
+    assert num_cores(root) == free
+    (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
+    assert num_cores(root) == 1

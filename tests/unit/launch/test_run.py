@@ -1,0 +1,97 @@
+"""What a launch names is looked at before anything is started, and nothing of it is run for that."""
+
+import os
+import zipfile
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.launch.plan import Program
+from headway.launch.run import check
+
+RUNS = "raise AssertionError('the launcher has run it')\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name in (
+        "train.py",
+        "pkg/__init__.py",
+        "pkg/sub/__init__.py",
+        "pkg/a.py",
+        "space/deep/b.py",
+        "app/__main__.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(RUNS)
+    (tmp_path / "lazy").mkdir()
+    (tmp_path / "lazy/__init__.py").write_text("__path__.append('/elsewhere')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train", "pkg", "pkg.a", "pkg.sub", "space.deep.b", "app", "lazy.may_be_elsewhere", "json.tool", "train_x.y"],
+)
+def test_a_module_that_is_there_is_not_run(folder, name):
+    if name == "train_x.y":
+        with pytest.raises(ConfigError, match=r"there is no module 'train_x.y': 'train_x' is not there"):
+            check(Program(name, (), "module"))
+    else:
+        check(Program(name, (), "module"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train.py", "leave -m out to run the file, or write -m train$"),
+        ("./pkg/a.py", "leave -m out to run the file, or write -m pkg.a$"),
+        ("nosuch", "there is no module 'nosuch' .looked in .*start from the folder that holds it"),
+        ("pkg.nosuch", "there is no module 'pkg.nosuch'"),
+        ("pkg.sub.nosuch.more", "'pkg.sub.nosuch' is not there"),
+        ("space.deep.c", "there is no module 'space.deep.c'"),
+        ("train.x", "there is no module 'train.x'"),
+        ("two words", "'two words' is not one"),
+    ],
+)
+def test_a_module_that_is_not_there(folder, name, message):
+    with pytest.raises(ConfigError, match=message):
+        check(Program(name, (), "module"))
+
+
+def test_folders_and_archives(folder):
+    check(Program("app"))
+    with pytest.raises(
+        ConfigError, match=r"'pkg' is a folder without a __main__.py; give the script in it, such as pkg/__init__"
+    ):
+        check(Program("pkg"))
+    with zipfile.ZipFile("app.pyz", "w") as archive:
+        archive.writestr("__main__.py", RUNS)
+    check(Program("app.pyz"))
+    with zipfile.ZipFile("empty.zip", "w"):
+        pass
+    with pytest.raises(ConfigError, match=r"is not an archive with a __main__.py"):
+        check(Program("empty.zip"))
+
+
+def test_a_script_that_this_user_may_not_read(folder):
+    os.chmod("train.py", 0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"'train.py' cannot be read: Permission denied; let this user read it"):
+            check(Program("train.py"))
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_program_is_left_to_the_path(folder):
+    check(Program("sh", ("-c", "true"), "program"))
+
+
+def test_a_pipe_is_left_to_python(folder):
+    os.mkfifo(folder / "pipe")
+    check(Program("pipe"))  # opened, it would wait for who writes into it

@@ -1,0 +1,129 @@
+import sysconfig
+
+import pytest
+
+from headway.common.callsite import Frame, is_users
+from headway.launch.watch import views
+
+SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+
+SCRIPT = """
+def train(accelerator, rank):
+    for step in range(5):                              # 3
+        if accelerator.is_main_process:                # 4
+            accelerator.gather(step)                   # 5
+        elif step == 3:                                # 6
+            accelerator.reduce(step)                   # 7
+        else:
+            accelerator.wait_for_everyone()            # 9
+    accelerator.gather(rank)                           # 10
+
+
+@accelerator.on_main_process
+def report():
+    accelerator.gather(1)                              # 15
+
+
+while get_rank() == 0: work()                          # 18
+train(1, 2)                                            # 19
+finish()                                               # 20
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (5, (4, "if accelerator.is_main_process:")),
+        (7, (4, "else of if accelerator.is_main_process:")),
+        (9, (4, "else of if accelerator.is_main_process:")),
+        (15, (13, "@accelerator.on_main_process")),
+        (18, (18, "while get_rank() == 0:")),
+        (10, None),
+        (4, None),
+        (19, None),
+    ],
+)
+def test_a_condition_that_not_every_rank_passes(script, line, told):
+    found = views.condition([Frame(script, line, "train")])
+    assert (None if found is None else (found[0].line, found[1])) == told
+
+
+def test_a_condition_of_a_caller(script):
+    inner = Frame(__file__, 1, "helper")
+    found = views.condition([inner, Frame(script, 5, "train")])
+    assert found is not None
+    assert found[0] == Frame(script, 4, "train")
+
+
+@pytest.mark.parametrize("text", ["def (", "\0"])
+def test_a_file_that_is_no_python(tmp_path, text):
+    (tmp_path / "x.py").write_text(text)
+    assert views.condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
+
+
+def test_who_has_left_a_loop(script):
+    waiting = [Frame(script, 5, "train"), Frame(script, 19, "<module>")]
+    outside = [Frame("/elsewhere.py", 3, "finish"), Frame(script, 20, "<module>")]
+    assert views.left_loop(outside, waiting) == Frame(script, 3, "train")
+    past = [Frame(script, 10, "train"), Frame(script, 19, "<module>")]
+    assert views.left_loop(past, waiting) == Frame(script, 3, "train")
+    same = [Frame(script, 9, "train"), Frame(script, 19, "<module>")]
+    assert views.left_loop(same, waiting) is None
+    assert views.left_loop(waiting, past) is None
+    assert views.left_loop([], waiting) is None
+
+
+def test_the_main_thread_of_a_dump():
+    text = (
+        'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 3 in wait\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "/elsewhere/a b.py", line 12 in <lambda>\n'
+        '  File "/elsewhere/train.py", line 40 in <module>\n'
+    )
+    assert views.parse(text) == [
+        Frame("/elsewhere/a b.py", 12, "<lambda>"),
+        Frame("/elsewhere/train.py", 40, "<module>"),
+    ]
+    assert views.parse("") == []
+    assert views.parse("Thread 0x01 (most recent call first):\n...\n") == []
+
+
+def test_what_a_stack_says():
+    user = Frame("/elsewhere/train.py", 3, "main")
+    assert views.is_in_debugger([Frame(STDLIB + "/pdb.py", 5, "cmdloop"), user])
+    assert views.is_saving([Frame(SITE + "/torch/serialization.py", 5, "save"), user])
+    inside = [Frame(SITE + "/torch/utils/data/dataloader.py", 5, "_try_get_data"), user]
+    outside = [user, Frame(SITE + "/torch/utils/data/_utils/fetch.py", 5, "fetch"), user]
+    assert views.is_loading_data(inside)
+    assert not views.is_in_dataset(inside)
+    assert views.is_in_dataset(outside)
+    meeting = [
+        Frame(SITE + "/torch/distributed/distributed_c10d.py", 9, "init_process_group"),
+        Frame(SITE + "/torch/distributed/c10d_logger.py", 9, "wrapper"),
+        user,
+    ]
+    assert views.is_meeting(meeting)
+    assert views.meeting(meeting) == "init_process_group"
+    assert not views.is_meeting([user])
+    mine = Frame("/elsewhere/headway/checkpoint/torch/utils/data/pdb.py", 3, "main")
+    assert not any(
+        check([mine]) for check in (views.is_in_debugger, views.is_saving, views.is_loading_data, views.is_in_backward)
+    )
+
+
+def test_a_place_is_told_as_people_write_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("\n  step()  \n")
+    place = Frame(str(tmp_path / "train.py"), 2, "<module>")
+    assert str(place) == "train.py:2"
+    assert place.source == "step()"
+    assert str(Frame("/other/train.py", 2, "main")) == "/other/train.py:2 in main"
+    assert is_users(place.file)
+    assert not is_users(views.__file__)
+    assert not is_users("<frozen runpy>")

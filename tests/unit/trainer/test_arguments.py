@@ -1,0 +1,228 @@
+"""The training arguments: spellings, answers, contradictions, and what follows from them."""
+
+import dataclasses
+import inspect
+import json
+from typing import get_type_hints
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway import TrainingArguments
+from headway.errors import ConfigError
+from headway.trainer.argument_checks import RANGES
+from headway.trainer.legacy import ACCEPTED, NOT_TAKEN
+
+
+def refused(**given):
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments(**given)
+    return str(error.value)
+
+
+def test_the_notebooks_arguments():
+    args = TrainingArguments(
+        per_device_train_batch_size=1, gradient_accumulation_steps=4, gradient_checkpointing=True, output_dir="outputs",
+        evaluation_strategy="no", num_train_epochs=1, log_level="error", report_to="none",
+    )  # fmt: skip
+    assert (args.eval_strategy, args.trackers, args.num_train_epochs) == ("no", [], 1)
+    assert args.optim == "adamw_torch_fused"
+
+
+@pytest.mark.parametrize(("name", "own"), sorted(ACCEPTED.items()))
+def test_other_spellings_mean_an_argument_that_exists(name, own):
+    assert own in {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert name not in {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_TAKEN))
+def test_arguments_of_transformers_that_are_not_taken(name):
+    for value in ("asked for", 7):
+        told = refused(**{name: value})
+        assert f"{name} is not an argument" in told
+        assert "`headway launch --as accelerate`" in told or "; " not in told
+
+
+def test_what_would_change_numbers_or_files_is_not_dropped():
+    for asked in ({"average_tokens_across_devices": False}, {"save_safetensors": False}, {"eval_do_concat_batches": False},
+                  {"save_only_model": True}, {"bf16_full_eval": True}):  # fmt: skip
+        assert "is not an argument" in refused(**asked)
+
+
+def test_every_argument_of_transformers_is_taken_or_answered():
+    """And with transformers' own default each is taken, so that a script may pass all of them."""
+    import transformers
+
+    own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        assert field.name in own or field.name in ACCEPTED or field.name in NOT_TAKEN, field.name
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name != "dataloader_prefetch_factor":
+            TrainingArguments(**{field.name: default})
+
+
+def test_what_scripts_ask_the_arguments_about_their_place():
+    args = TrainingArguments(use_cpu=True, do_train=True)
+    assert (args.world_size, args.process_index, args.local_process_index, args.local_rank) == (1, 0, 0, -1)
+    assert (args.n_gpu, args.device.type, args.should_save, args.do_train, args.do_eval) == (
+        0,
+        "cpu",
+        True,
+        True,
+        False,
+    )
+    assert (args.train_batch_size, args.get_process_log_level()) == (8, 20)
+    with args.main_process_first(desc="tokenising"):
+        pass
+
+
+def test_nothing_of_the_arguments_is_left_for_others_to_write():
+    for kind in TrainingArguments.__mro__[:-1]:
+        assert "NotImplementedError" not in inspect.getsource(kind)
+    args = TrainingArguments(warmup_ratio=0.1, output_dir="here")
+    assert args.get_warmup_steps(50) == 5
+    assert args.to_sanitized_dict()["output_dir"] == "here"
+    assert args.to_sanitized_dict()["report_to"] == "none"
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainingArguments)])
+def test_every_argument_is_held_to_its_type(name):
+    assert f"{name}=" in refused(**{name: object()})
+    kinds = str(get_type_hints(TrainingArguments)[name])
+    if "bool" in kinds and "str" not in kinds:
+        assert "True or False" in refused(**{name: "yes"})
+        assert "True or False" in refused(**{name: 2})
+    if ("int" in kinds or "float" in kinds) and "str" not in kinds:
+        assert "number" in refused(**{name: "7"})
+        assert "number" in refused(**{name: True})
+        assert f"{name}=nan" in refused(**{name: float("nan")})
+    if "int" in kinds and "float" not in kinds and "str" not in kinds:
+        assert "number" in refused(**{name: 2.5})
+    if "None" not in kinds and name not in ("output_dir", "gradient_checkpointing"):
+        assert f"{name}=" in refused(**{name: None})
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_every_number_is_held_to_its_range(name):
+    limits = RANGES[name]
+    told = refused(**{name: -7})
+    assert f"{limits.low:g} or more" in told
+    if limits.below < 2:
+        assert "below 1" in refused(**{name: 1})
+
+
+def test_a_command_line_as_scripts_read_it(tmp_path):
+    """transformers' parser makes an option of each field, and writes over the fields' types."""
+    from transformers import HfArgumentParser
+
+    line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
+            "--max_steps", "5", "--do_train", "--resume_from_checkpoint", "True", "--report_to", "tensorboard",
+            "--label_names", "a", "b"]  # fmt: skip
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    found = (args.per_device_train_batch_size, args.learning_rate, args.bf16, args.max_steps, args.do_train)
+    assert found == (4, 1e-3, True, 5, True)
+    assert (args.resume_from_checkpoint, args.trackers, args.label_names) == (True, ["tensorboard"], ["a", "b"])
+    assert TrainingArguments(save_total_limit=None, disable_tqdm=None).save_total_limit is None
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--resume_from_checkpoint", "folder"])
+    assert str(args.resume_from_checkpoint) == "folder"
+
+
+def test_what_means_the_same_is_taken():
+    args = TrainingArguments(max_steps=-1, bf16=0, fp16=numpy.bool_(False), num_train_epochs=numpy.int64(2), save_total_limit=2.0,
+                             resume_from_checkpoint="True", gradient_checkpointing=None, push_to_hub=False, local_rank=-1,
+                             learning_rate=numpy.float32(0.5))  # fmt: skip
+    assert (args.max_steps, args.num_train_epochs, args.save_total_limit, args.learning_rate) == (-1, 2, 2, 0.5)
+    found = (args.bf16, args.fp16, args.gradient_checkpointing, args.resume_from_checkpoint)
+    assert found == (False, False, False, True)
+    assert all(type(value) is bool for value in found)
+    assert type(args.save_total_limit) is int
+    assert "-1 and 0: as many as num_train_epochs says" in refused(max_steps=-7)
+    assert "bf16='yes'; give True or False" in refused(bf16="yes")
+
+
+def test_unknown_names_get_the_nearest():
+    assert "did you mean learning_rate?" in refused(learnig_rate=1e-3)
+    assert "did you mean evaluation_strategy?" in refused(evaluation_stratgy="no")
+    told = refused(warmup_step=1, nonsense_without_neighbour=2)
+    assert "did you mean warmup_steps?" in told
+    assert "nonsense_without_neighbour is not an argument" in told
+
+
+def test_one_argument_by_two_names_is_refused():
+    assert "two names of one argument" in refused(eval_strategy="no", evaluation_strategy="steps")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"bf16": True, "fp16": True}, "two precisions"),
+        ({"optim": "adamw_hf"}, "allowed: adamw_torch_fused"),
+        ({"lr_scheduler_type": "stairs"}, "allowed: linear"),
+        ({"eval_strategy": "sometimes"}, "allowed: no, steps, epoch"),
+        ({"per_device_train_batch_size": 0}, "1 or more"),
+        ({"per_device_train_batch_size": "huge"}, "'largest'"),
+        ({"gradient_accumulation_steps": 0}, "1 or more"),
+        ({"logging_steps": 2.5}, "whole updates"),
+        ({"save_steps": 0}, "whole updates"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 10}, "one warm-up"),
+        ({"warmup_ratio": 1.5}, "share of all updates"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by evaluations"),
+        ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "two ways to sample"),
+        ({"label_smoothing_factor": 1.0}, "below 1"),
+        ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both see to memory"),
+        ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers"),
+        ({"load_best_model_at_end": True}, "eval_strategy is 'no'"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "make them equal"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 7, "save_steps": 10}, "not a multiple"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"evry": 2}}, "allowed: every"),
+        ({"num_train_epochs": -1}, "num_train_epochs"),
+        ({"learning_rate": "fast"}, "learning_rate"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value),
+)  # fmt: skip
+def test_what_cannot_be_is_refused(given, word):
+    assert word in refused(**given)
+
+
+def test_the_best_model_goes_by_the_loss_unless_told_otherwise():
+    args = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
+    assert (args.wanted_metric, args.greater_is_better) == ("eval_loss", False)
+    args = TrainingArguments(metric_for_best_model="accuracy")
+    assert (args.wanted_metric, args.greater_is_better) == ("eval_accuracy", True)
+    assert TrainingArguments().wanted_metric is None
+
+
+def test_words_of_enumerations_are_taken():
+    from transformers.trainer_utils import IntervalStrategy, SchedulerType
+
+    args = TrainingArguments(eval_strategy=IntervalStrategy.STEPS, lr_scheduler_type=SchedulerType.COSINE)
+    assert (args.eval_strategy, args.lr_scheduler_type) == ("steps", "cosine")
+
+
+def test_shares_become_updates():
+    args = TrainingArguments(logging_steps=0.1, save_steps=0.001, warmup_ratio=0.1)
+    assert args.interval("logging_steps", 200) == 20
+    assert args.interval("eval_steps", 200) == 20
+    assert args.interval("save_steps", 200) == 1
+    assert args.get_warmup_steps(205) == 21
+    assert TrainingArguments(eval_steps=7).interval("eval_steps", 200) == 7
+
+
+def test_checkpointing_arguments_of_other_libraries():
+    given = {"use_reentrant": False, "every_n_layers": 2}
+    plan = TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs=given).checkpointing_plan()
+    assert plan.every == 2
+
+
+def test_they_are_json_even_with_objects_in_them():
+    args = TrainingArguments(output_dir="x", accelerator_config={"kwargs_handlers": [lambda: None]})
+    assert json.loads(args.to_json_string())["output_dir"] == "x"
+
+
+@given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20))
+def test_no_unknown_name_is_ever_swallowed(name):
+    known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(ACCEPTED)
+    if name not in known:
+        assert f"{name} is not an argument" in refused(**{name: 1})

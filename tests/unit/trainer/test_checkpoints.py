@@ -1,0 +1,219 @@
+"""Which training goes on where one was asked to end, and which begins."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from headway import Preemption, TrainerCallback
+from headway.checkpoint.format.manifest import read_manifest
+from headway.common import scope
+from headway.errors import CheckpointError, Preempted
+from headway.trainer import checkpoints
+from headway.trainer.checkpoints import differences, settings_of
+from tests.unit.trainer.models import Net, Points, arguments, make, weights
+
+
+class Terminate(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not heard():
+                time.sleep(0.005)
+
+
+class First(TrainerCallback):
+    """Notes where the training began."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step = state.global_step
+
+
+def heard():
+    from headway.runtime.control_plane import stopping
+
+    return bool(scope.own(stopping._Agreements).current.reason)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+@pytest.fixture(autouse=True)
+def _new_process():
+    scope.drop(checkpoints.TrainingCounts)
+
+
+def preempt(folder, step=3, resume=None, **given):
+    """A process whose only training is asked to end."""
+    scope.drop(checkpoints.TrainingCounts)
+    with pytest.raises(Preempted):
+        make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
+
+
+def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
+    if is_new_process:
+        scope.drop(checkpoints.TrainingCounts)
+    first = First()
+    trainer = make(folder, model=model, callbacks=[first], **SAVES, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return first.step, trainer
+
+
+def test_the_same_command_goes_on_and_a_run_that_ended_does_not(tmp_path):
+    (whole := make(tmp_path / "whole", **SAVES)).train()
+    preempt(tmp_path)
+    step, trainer = where_begun(tmp_path)
+    assert step == 3
+    assert torch.equal(weights(trainer.model), weights(whole.model))
+    assert where_begun(tmp_path)[0] == 0
+
+
+def test_false_begins_at_the_start_whatever_there_is(tmp_path):
+    preempt(tmp_path)
+    assert where_begun(tmp_path, resume=False)[0] == 0
+    assert where_begun(tmp_path)[0] == 0  # that run ended well; the one before is not come back to
+    preempt(tmp_path)
+    assert where_begun(tmp_path, resume_from_checkpoint=False)[0] == 0
+
+
+def test_false_is_not_promised_to_go_on(tmp_path, caplog):
+    preempt(tmp_path, resume=False)
+    assert "the next start is from the beginning" in caplog.text
+    assert where_begun(tmp_path)[0] == 0
+
+
+def test_a_command_that_names_a_folder_goes_on_where_it_was_asked_to_end(tmp_path):
+    make(tmp_path / "elder", save_strategy="steps", save_steps=2).train()
+    folder = tmp_path / "elder" / "run" / "checkpoints" / "checkpoint_0"  # after update 2
+    preempt(tmp_path, step=4, resume=folder)
+    assert where_begun(tmp_path, resume=folder)[0] == 4
+    assert where_begun(tmp_path, resume=folder)[0] == 2  # that one had ended
+
+
+def test_several_trainings_of_one_process_each_find_their_own(tmp_path):
+    """As in a cross-validation that gives all folds one folder: the second one was asked to end."""
+    make(tmp_path, **SAVES).train()
+    with pytest.raises(Preempted):
+        make(tmp_path, callbacks=[Terminate(3)], **SAVES).train()
+    assert where_begun(tmp_path)[0] == 0
+    assert where_begun(tmp_path, is_new_process=False)[0] == 3
+
+
+def test_a_model_that_does_not_fit_is_told_how_to_begin(tmp_path):
+    preempt(tmp_path)
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint=False starts from the beginning"):
+        where_begun(tmp_path, model=torch.nn.Sequential(Net(), torch.nn.Linear(2, 2)))
+    assert where_begun(tmp_path)[0] == 3  # nothing was lost by the error
+
+
+class Another(Net):
+    """It fits where a Net was saved."""
+
+
+def test_a_run_that_is_continued_by_another_says_what_differs(tmp_path, caplog):
+    def told():
+        return [
+            record.getMessage() for record in caplog.records if "not the one that it continues" in record.getMessage()
+        ]
+
+    preempt(tmp_path)
+    preempt(tmp_path, step=4, logging_steps=2)  # nothing that matters
+    assert told() == []
+    step, trainer = where_begun(tmp_path, model=Another(), learning_rate=0.02, weight_decay=0.5)
+    assert step == 4
+    (message,) = told()
+    assert "model Net (130 parameters) -> Another (130 parameters), " in message
+    assert "learning_rate 0.01 -> 0.02, weight_decay 0.0 -> 0.5. It goes on" in message
+    assert trainer.state.log_history[-2]["learning_rate"] < 0.01  # as the warning says: the schedule is the saved one
+    caplog.clear()
+    where_begun(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
+    (message,) = told()
+    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. It" in message
+
+
+def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):
+    one, other = (arguments(tmp_path, accelerator_config={"loss_policy": object()}) for _ in range(2))
+    assert settings_of(one, Net()) == settings_of(other, Net())
+    assert differences({}, settings_of(one, Net())) == []
+
+
+def test_a_loop_that_ends_in_its_own_way_is_gone_on_with_too(tmp_path):
+    own_way = {"accelerator_config": {"preemption": Preemption(exits=False)}}
+    trainer = make(tmp_path, callbacks=[Terminate(3)], **SAVES, **own_way)
+    assert trainer.train().global_step == 4  # the check comes before the next batch
+    assert where_begun(tmp_path, **own_way)[0] == 4
+
+
+def test_a_mark_that_cannot_be_read_is_said(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / checkpoints.FILE).write_text("{")
+    assert where_begun(tmp_path)[0] == 0
+    assert "cannot be read" in caplog.text
+
+
+def test_no_run_rotates_the_checkpoints_of_another(tmp_path):
+    def left():
+        return sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
+
+    make(tmp_path, save_strategy="steps", save_steps=1).train()
+    assert left() == [f"checkpoint_{number}" for number in range(5)]
+    make(tmp_path, **{**SAVES, "save_total_limit": 1}).train()
+    assert left() == [*(f"checkpoint_{number}" for number in range(5)), "checkpoint_7"]
+    # One that goes on owns what it goes on from, and only that.
+    folder = tmp_path / "run" / "checkpoints" / "checkpoint_2"
+    make(tmp_path, **{**SAVES, "save_total_limit": 1}).train(resume_from_checkpoint=folder)
+    assert left() == ["checkpoint_7", "checkpoint_9"]
+
+
+class TerminateEvaluation(TrainerCallback):
+    def on_prediction_step(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
+    """A signal means to it what it means without Headway: the handler that was there hears of it, and nobody else."""
+    heard = []
+    former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        trainer = make(tmp_path, evaluation=Points(12), per_device_eval_batch_size=4, **SAVES)
+        if is_trained:
+            trainer.train()
+        left = sorted((tmp_path / "run").rglob("*.safetensors"))
+        trainer.add_callback(TerminateEvaluation)
+        assert "eval_loss" in trainer.evaluate()
+        trainer.predict(Points(8))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert len(heard) == 5
+    assert sorted((tmp_path / "run").rglob("*.safetensors")) == left
+
+
+def test_a_training_is_preempted_after_an_evaluation_and_beside_other_trainers(tmp_path):
+    first = make(tmp_path, evaluation=Points(4), callbacks=[Terminate(3)], **SAVES)
+    first.evaluate()
+    make(tmp_path / "other", **SAVES)
+    with pytest.raises(Preempted):
+        first.train()
+    assert where_begun(tmp_path)[0] == 3
+
+
+def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    with pytest.raises(Preempted):
+        make(
+            tmp_path, callbacks=[Terminate(1)], per_device_train_batch_size="largest", num_train_epochs=5, **SAVES
+        ).train()
+
+
+def test_the_mark_says_which_run(tmp_path):
+    preempt(tmp_path)
+    told = json.loads((tmp_path / "run" / checkpoints.FILE).read_text())
+    newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")
+    assert told == {"run": newest.about["run"], "training": 1, "asked": None, "update": 3}
