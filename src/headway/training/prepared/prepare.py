@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rules import LoadingRules, TorchRules
-from headway.errors import PrepareError
+from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory.batch_size import attempt
 from headway.offload.spread import spread_over
@@ -27,7 +27,7 @@ from headway.training.checks.alike import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
 from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
-from headway.training.prepared.optimizer import PreparedOptimizer, check_owned
+from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.repoint import repoint
 from headway.training.prepared.scheduler import (
@@ -47,6 +47,14 @@ from headway.weights.moving import move
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Wrappers:
+    """What optimizers and schedules become; for a class of Accelerators that has kinds of its own."""
+
+    optimizer: type[PreparedOptimizer] = PreparedOptimizer
+    scheduler: type[PreparedScheduler] = PreparedScheduler
+
+
 class Preparation:
     """Prepares objects for one Accelerator.
 
@@ -64,9 +72,11 @@ class Preparation:
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
         rules: what loaders go by; None: torch's.
+        wrappers: what optimizers and schedules become.
 
     Attributes:
         loading: as above; `set_evenness` and `load_by` change it.
+        places: `device_placement`.
         loader_stream: what loaders draw their orders from.
         events: as above.
     """
@@ -86,6 +96,7 @@ class Preparation:
         global_batch_size: int | None,
         transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
         rules: LoadingRules | None = None,
+        wrappers: Wrappers = Wrappers(),
     ) -> None:
         self.loading = loading
         self.events = events
@@ -97,10 +108,11 @@ class Preparation:
         self._transforms = transforms
         self._evaluated: set[int] = set()
         self._rules = rules or TorchRules()
+        self._wrappers = wrappers
         self.loader_stream = LoaderStream(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock
         self._runtime = runtime
-        self._places = device_placement
+        self.places = device_placement
         self._rule = rule
         self._tick_base: tuple[int, int] | None = None
         self._follows_optimizer = follows_optimizer
@@ -147,7 +159,7 @@ class Preparation:
         if not objects:
             raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
         if placement is not None and len(placement) != len(objects):
-            raise PrepareError(
+            raise ConfigError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
             )
         places: Sequence[bool | None] = placement or [None] * len(objects)
@@ -237,7 +249,7 @@ class Preparation:
 
     def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
         """Is the model to be moved? One that is dispatched over several places stays where it lies, and is never replicated."""
-        is_moved = self._places if place is None else place
+        is_moved = self.places if place is None else place
         places, count = spread_over(model, self._runtime.device), self._strategy.everyone.world_size
         if not places:
             return is_moved
@@ -274,7 +286,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
+        made = self._wrappers.optimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
         self.optimizers.append(made)
         return made
 
@@ -289,7 +301,7 @@ class Preparation:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
         for optimizer in self.optimizers:
             repoint(optimizer.optimizer, self._strategy)
-            check_owned(optimizer.optimizer, known)
+            _as_made(optimizer).check_owned(known)
 
     def loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
         """Shard, and derive the accumulation where a global batch size was asked for."""
@@ -299,7 +311,7 @@ class Preparation:
         self._share_streams()
         if not self.loading.dispatch_batches:
             compare_data(loader.dataset, self._strategy.data_group)
-        places = self._places if place is None else place
+        places = self.places if place is None else place
         made = prepare_loader(
             loader,
             shard=self._strategy.data_shard,
@@ -343,12 +355,14 @@ class Preparation:
                 return cast(PreparedScheduler, known)
         bound = getattr(scheduler, "optimizer", None)
         followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
-        if not followed and self._follows_optimizer:
+        if not followed and self._follows_optimizer and self._wrappers.scheduler.needs_optimizer:
             raise PrepareError(
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, rule, self._follows_optimizer, self._step)
+        made = self._wrappers.scheduler(
+            scheduler, followed, rule=rule, follows_optimizer=self._follows_optimizer, step=self._step
+        )
         self.schedulers.append(made)
         if self._follows_optimizer and rule is self._rule:
             self._explain(made)

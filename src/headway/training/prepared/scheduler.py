@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -113,6 +113,9 @@ class PreparedScheduler(LRScheduler):
         follows_optimizer: False: every call of step() is one tick, whatever the optimizers did.
         step: the run's; where it runs a batch in pieces, a tick of its own waits until the batch is committed.
     """
+
+    needs_optimizer: ClassVar[bool] = True
+    """Is a schedule of an optimizer that is not prepared an error?"""
 
     def __init__(
         self,
