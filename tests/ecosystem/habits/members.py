@@ -317,6 +317,18 @@ def freeing():
     return net, optimizer, len(accelerator._models), accelerator.step
 
 
+def autocast_after_freeing():
+    """A model that is forgotten goes on in the run's precision, a reference model say."""
+    made = Accelerator(cpu=True, mixed_precision="bf16")
+    net = made.prepare_model(torch.nn.Linear(3, 1), evaluation_mode=True)
+    torch.nn.init.constant_(net.weight, 0.1)
+    torch.nn.init.zeros_(net.bias)
+    made.free_memory()
+    first = net(torch.ones(1, 3) / 3).item(), len(made._models)
+    net = made.prepare(net)
+    return first, str(net(torch.ones(1, 3) / 3).dtype)
+
+
 def clearing():
     """clear() of nothing."""
     return Accelerator(cpu=True).clear()

@@ -88,7 +88,7 @@ class AccelerateAccelerator(Accelerator):
     """
 
     _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
-    _wrappers = Wrappers(AcceleratedOptimizer, AcceleratedScheduler)
+    _wrappers = Wrappers(AcceleratedOptimizer, AcceleratedScheduler, keeps_precision=True)
     _windows = CountedWindows
 
     def __init__(

@@ -53,6 +53,8 @@ class Wrappers:
 
     optimizer: type[PreparedOptimizer] = PreparedOptimizer
     scheduler: type[PreparedScheduler] = PreparedScheduler
+    keeps_precision: bool = False
+    """Do models that are forgotten go on under autocast?"""
 
 
 class Preparation:
@@ -223,6 +225,7 @@ class Preparation:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
         for transform in self._transforms(False) if is_evaluation else ():
             transform(model)
+        prepared_model.detach(model)  # one that was forgotten, and went on under autocast
         engine = None if is_evaluation else self._strategy.setup(model, self._transforms(True))
         prepared_model.attach(
             model,
@@ -437,6 +440,8 @@ class Preparation:
         for model in self.models:
             if id(model) not in kept:
                 prepared_model.detach(model)
+                if self._wrappers.keeps_precision:
+                    prepared_model.attach(model, None, self._strategy.forward_context(self._step.precision))
                 if kept:
                     self._strategy.release(model)
         self._prepared.forget(kept)
