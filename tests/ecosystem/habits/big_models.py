@@ -1,5 +1,7 @@
 """Device maps, hooks and loading by parts."""
 
+import os
+
 import torch
 from accelerate import (
     cpu_offload,
@@ -32,6 +34,12 @@ class _Blocks(torch.nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def _enter_own_folder():
+    folder = f"own{os.environ.get('RANK', '0')}"
+    os.mkdir(folder)
+    os.chdir(folder)
 
 
 def a_map_that_fits():
@@ -148,6 +156,7 @@ def on_a_device():
 
 def loading_a_file():
     """load_checkpoint_in_model from one file."""
+    _enter_own_folder()
     net = _Blocks()
     torch.save(net.state_dict(), "weights.bin")
     other = _Blocks()
@@ -158,6 +167,7 @@ def loading_a_file():
 
 def loading_an_index():
     """From the index of a sharded save."""
+    _enter_own_folder()
     import json
 
     net = _Blocks(2)
@@ -181,6 +191,7 @@ def loading_an_index():
 
 def loading_and_dispatching():
     """Partly to the disk."""
+    _enter_own_folder()
     net = _Blocks(2).eval()
     torch.save(net.state_dict(), "pytorch_model.bin")
     with init_empty_weights():
@@ -194,6 +205,7 @@ def loading_and_dispatching():
 
 def dispatched():
     """dispatch_model with a layer on the disk."""
+    _enter_own_folder()
     net = _Blocks(2).eval()
     x = torch.ones(2, 8)
     before = net(x)
@@ -205,6 +217,7 @@ def dispatched():
 
 def counting_what_is_on_meta():
     """Scripts count offloaded weights so."""
+    _enter_own_folder()
     net = _Blocks(2)
     made = dispatch_model(net, {"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}, offload_dir="off")
     return sum(each.device.type == "meta" for each in made.parameters())
@@ -266,6 +279,7 @@ def tied_sizes():
 
 def state_of_offloaded():
     """get_state_dict_offloaded_model."""
+    _enter_own_folder()
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     net = _Blocks(1)
@@ -276,6 +290,7 @@ def state_of_offloaded():
 
 def offloading_a_state_dict():
     """offload_state_dict and OffloadedWeightsLoader."""
+    _enter_own_folder()
     from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
 
     offload_state_dict("off", {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.bfloat16)})
