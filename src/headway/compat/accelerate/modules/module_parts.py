@@ -146,9 +146,13 @@ def get_module_size_with_ties(
         module_sizes: of modules and parameters by name.
         modules_to_treat: where the others are among.
     """
-    found = [next((n, m) for n, m in modules_to_treat if name.startswith(f"{n}.")) for name in tied_params]
-    more = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in zip(tied_params, found))
-    return module_size + more, [name for name, _ in found], [module for _, module in found]
+    found = {}
+    for tied in tied_params:  # where Accelerate finds no module, it raises IndexError
+        item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
+        if item is not None:
+            found[tied] = item
+    more = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in found.items())
+    return module_size + more, [name for name, _ in found.values()], [module for _, module in found.values()]
 
 
 def get_parameter_device(parameter: torch.nn.Module) -> torch.device:

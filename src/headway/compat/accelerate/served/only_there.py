@@ -26,6 +26,7 @@ _BY_FILE = {
     "launching.gpus": """
         check_cuda_fp8_capability check_cuda_p2p_ib_support get_current_device_type get_driver_version get_free_port get_gpu_info
     """,
+    "modules.greedy_map": "infer_auto_device_map",
     "modules.half": "ConvertOutputsToFp32 get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager",
     "launching.launch_words": """
         convert_dict_to_env_variables disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
