@@ -375,3 +375,15 @@ def trigger_sync():
         accelerator.backward(second)
     optimizer.step()
     return weights(net)
+
+
+def gradients_cleared_midway():
+    """model.zero_grad() in each micro-batch, as skorch does."""
+    accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
+    for batch in data:
+        with accelerator.accumulate(net):
+            net.zero_grad()
+            accelerator.backward(loss_of(net, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(net)

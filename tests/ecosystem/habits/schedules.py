@@ -211,3 +211,31 @@ def while_not_synchronising():
 def lambda_schedule():
     """LambdaLR with a warm-up, as transformers has it."""
     return _rates("bbb", lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda tick: min(1.0, (tick + 1) / 8)))
+
+
+def preparing_a_class():
+    """skorch does: it comes back as it is."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(torch.optim.lr_scheduler.StepLR).__name__
+
+
+def a_schedule_of_the_scripts_own():
+    """No LRScheduler of torch's: it comes back as it is, and ticks once a call."""
+    from accelerate import Accelerator
+
+    class Own:
+        ticks = 0
+
+        def step(self):
+            self.ticks += 1
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            """Nothing."""
+
+    ticks = Accelerator(cpu=True).prepare(Own())
+    ticks.step()
+    return ticks.ticks

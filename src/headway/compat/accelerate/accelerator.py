@@ -76,6 +76,10 @@ def _in_float32(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
     return convert_to_fp32(outputs)
 
 
+def _member(name: str) -> property:
+    return property(lambda accelerator: getattr(accelerator._members_of_accelerate, name))
+
+
 class AccelerateAccelerator(Accelerator):
     """Headway's Accelerator with Accelerate's arguments and arithmetic.
 
@@ -90,6 +94,12 @@ class AccelerateAccelerator(Accelerator):
     _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
     _wrappers = Wrappers(AcceleratedOptimizer, AcceleratedScheduler, keeps_precision=True)
     _windows = CountedWindows
+    # Tests of libraries replace these in the class.
+    context_parallel_rank = _member("context_parallel_rank")
+    data_parallel_rank = _member("data_parallel_rank")
+    data_parallel_shard_rank = _member("data_parallel_shard_rank")
+    pipeline_parallel_rank = _member("pipeline_parallel_rank")
+    tensor_parallel_rank = _member("tensor_parallel_rank")
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.errors import ConfigError
 from headway.training.prepared.optimizer import PreparedOptimizer
@@ -128,6 +130,11 @@ class AcceleratedScheduler(_Known, PreparedScheduler):
         count = 1 if split_batches else self.accelerator_state.num_processes
         follows = step_with_optimizer if follows_optimizer is None else follows_optimizer
         super().__init__(scheduler, several, rule or StepsPerProcess(count), follows, step)  # type: ignore[arg-type]
+
+    @staticmethod
+    def wraps(obj: Any) -> bool:
+        """Is it one of torch's? Other objects come back as they are, as from Accelerate."""
+        return isinstance(obj, LRScheduler)
 
     @property
     def step_with_optimizer(self) -> bool:

@@ -37,7 +37,6 @@ from headway.training.prepared.scheduler import (
     StepsPerMicroBatch,
     StepsPerProcess,
     StepsPerUpdate,
-    is_scheduler,
     schedule_length,
 )
 from headway.training.step import TrainingStep
@@ -165,7 +164,7 @@ class Preparation:
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
             )
         places: Sequence[bool | None] = placement or [None] * len(objects)
-        kinds = [_kind(obj) for obj in objects]
+        kinds = [self._kind(obj) for obj in objects]
         unknown = [obj for obj, kind in zip(objects, kinds) if kind is None]
         if unknown:
             _report_unknown(unknown, is_strict)
@@ -178,6 +177,19 @@ class Preparation:
             self._check_optimizers()
         self.adopt()
         return [made[index] for index in range(len(objects))]
+
+    def _kind(self, obj: Any) -> str | None:
+        if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
+            return "done"
+        if isinstance(obj, torch.nn.Module):
+            return "model"
+        if isinstance(obj, torch.optim.Optimizer | DummyOptim):
+            return "optimizer"
+        if isinstance(obj, DataLoader):
+            return "loader"
+        if isinstance(obj, DummyScheduler) or self._wrappers.scheduler.wraps(obj):
+            return "scheduler"
+        return None
 
     def _one(self, kind: str, obj: Any, place: bool | None) -> Any:
         if kind == "model":
@@ -456,20 +468,6 @@ class Preparation:
 def _as_made(optimizer: OptimizerEntry) -> PreparedOptimizer:
     """What the registry holds, as the class that this file put into it."""
     return cast(PreparedOptimizer, optimizer)
-
-
-def _kind(obj: Any) -> str | None:
-    if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
-        return "done"
-    if isinstance(obj, torch.nn.Module):
-        return "model"
-    if isinstance(obj, torch.optim.Optimizer | DummyOptim):
-        return "optimizer"
-    if isinstance(obj, DataLoader):
-        return "loader"
-    if isinstance(obj, DummyScheduler) or is_scheduler(obj):
-        return "scheduler"
-    return None
 
 
 def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:

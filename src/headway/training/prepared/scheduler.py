@@ -141,6 +141,14 @@ class PreparedScheduler(LRScheduler):
     def __repr__(self) -> str:
         return f"Prepared({self.scheduler!r})"
 
+    @staticmethod
+    def wraps(obj: Any) -> bool:
+        """Is it a schedule? Anything with step and state_dict that is not an optimizer or model counts as one."""
+        if isinstance(obj, LRScheduler):
+            return True
+        names = ("step", "state_dict", "load_state_dict")
+        return not isinstance(obj, type) and all(callable(getattr(obj, name, None)) for name in names)
+
     def _count(self) -> int:
         count = 0
         for optimizer in self.optimizers:
@@ -230,13 +238,6 @@ def schedule_length(scheduler: Any) -> int | None:
         rest = schedule_length(children[-1])
         return None if rest is None else milestones[-1] + rest
     return None
-
-
-def is_scheduler(obj: Any) -> bool:
-    """Anything with step and state_dict that is not an optimizer or model counts as a schedule."""
-    if isinstance(obj, LRScheduler):
-        return True
-    return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 
 def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, num_processes: int) -> SchedulerStepRule:
