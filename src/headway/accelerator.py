@@ -77,7 +77,7 @@ from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.prepared.optimizer import PreparedOptimizer
-from headway.training.prepared.prepare import Preparation
+from headway.training.prepared.prepare import Preparation, Wrappers
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.run import AcceleratorRun
@@ -157,6 +157,8 @@ class Accelerator(RankAware):
 
     _refuses_drift: ClassVar[bool] = True
     """Are ranks whose models or optimizers are not alike an error? For a class that may only say so."""
+    _wrappers: ClassVar[Wrappers] = Wrappers()
+    _windows: ClassVar[type[AccumulationWindows]] = AccumulationWindows
 
     def __init__(
         self,
@@ -222,9 +224,8 @@ class Accelerator(RankAware):
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
-        adjusts = adjust_scheduler_to_accumulation or plugin.adjust_scheduler
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
-        rule = choose_rule(scheduler_ticks, adjusts, more_updates)
+        rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler, more_updates)
         self._preparation = Preparation(
             self._training_step,
             self.clock,
@@ -239,6 +240,7 @@ class Accelerator(RankAware):
             global_batch_size,
             partial(self._transforms, options.checkpointing, dynamo),
             self._loading_rules(),
+            self._wrappers,
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
         self._run = AcceleratorRun(
@@ -276,7 +278,7 @@ class Accelerator(RankAware):
         neighbours: AcceleratorRegistry,
     ) -> TrainingStep:
         prepared, runtime = PreparedObjects(self.strategy.at_rest), self.runtime
-        windows = AccumulationWindows(
+        windows = self._windows(
             plugin.num_steps,
             self._events,
             plugin.sync_with_dataloader,
@@ -986,13 +988,9 @@ class Accelerator(RankAware):
 
         Args:
             values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/'). None is
-                left out; so are tensors, of any shape, where no tracker and no log listens.
+                left out. Anything else goes to the trackers that take it (`Tracker.takes`), and the run's log notes its kind.
             step: None: the number of updates so far.
             log_kwargs: for each tracker's own `log`, by its name.
-
-        Raises:
-            TrackingError: on every rank that called: a value of another kind, with its name.
-            StateError: `log_with` was given, but no run was begun.
         """
         self._record.log(values, step, log_kwargs)
 
@@ -1009,7 +1007,6 @@ class Accelerator(RankAware):
 
         Raises:
             TrackingError: another shape or type, with its name.
-            StateError: `log_with` was given, but no run was begun.
         """
         self._record.log_images(values, step, log_kwargs)
 
@@ -1030,7 +1027,6 @@ class Accelerator(RankAware):
 
         Raises:
             TrackingError: on rank 0: there is nothing.
-            StateError: `log_with` was given, but no run was begun.
         """
         self._record.log_artifact(path, name, step, log_kwargs)
 

@@ -28,7 +28,7 @@ def test_supervised_fine_tuning_on_two_processes(language):
     assert unequal(language.run("sft", "text", world_size=2).differences()) == {}
 
 
-@pytest.mark.parametrize("way", ["reference", "lora", "ahead"])
+@pytest.mark.parametrize("way", ["reference", "lora", "ahead", "defaults"])
 def test_preferences(language, way):
     differences = language.run("dpo", way).differences()
     assert differences.keys() >= {

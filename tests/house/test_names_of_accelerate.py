@@ -26,7 +26,7 @@ from headway.compat.accelerate.served.names import (
     find,
     find_as_accelerate,
 )
-from headway.compat.accelerate.served.not_served import MEMBERS, NAMES
+from headway.compat.accelerate.served.not_served import MEMBERS, NAMES, REFUSED
 from headway.compat.accelerate.served.surface import SURFACE
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
@@ -98,7 +98,7 @@ def test_each_name_has_one_answer():
     answers = [answer(name) for names in SURFACE.values() for name in names]
     assert {each.status for each in answers} == {"served", "differs", "not served"}
     assert [each.name for each in answers if each.status != "served" and len(each.note.split()) < 2] == []
-    assert {each.name for each in answers if each.status == "not served"} <= set(NAMES)
+    assert {each.name for each in answers if each.status == "not served"} <= {*NAMES, *REFUSED}
 
 
 def test_differences_are_of_names_that_are_served():
@@ -112,6 +112,47 @@ def test_what_is_served_under_its_name_is_there_and_explains_itself(name):
     value = find_as_accelerate(name)
     plain = isinstance(value, str | int | list | tuple | dict)
     assert plain or inspect.getdoc(value) or inspect.getdoc(type(value))
+
+
+@cache
+def everything():
+    """Every module of Accelerate, its commands and its tests' helpers too, and the names that each defines or shows."""
+    found = {}
+    for info in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
+        if info.name.startswith("accelerate.test_utils.scripts."):
+            found[info.name] = ()
+            continue
+        try:
+            shown = vars(importlib.import_module(info.name)).items()
+        except ImportError:
+            continue
+        found[info.name] = [
+            name
+            for name, value in shown
+            if not name.startswith("_")
+            and str(getattr(value, "__module__", "")).startswith("accelerate")
+            and callable(value)
+        ]
+    return found
+
+
+def test_every_name_can_be_imported_from_every_module():
+    assert sorted({name.partition(".")[2] for name in everything()} - MODULES_AS_ACCELERATE - {"utils.rich"}) == []
+    missing = []
+    for name in {each for names in everything().values() for each in names}:
+        try:
+            find_as_accelerate(name)
+        except AttributeError:
+            missing.append(name)
+    assert missing == []
+
+
+def test_what_is_not_served_says_so_when_it_is_called():
+    refused = find_as_accelerate("MegatronEngine")
+    assert (refused.__name__, refused) == ("MegatronEngine", find_as_accelerate("MegatronEngine"))
+    assert not isinstance(3, refused)
+    with pytest.raises(headway.errors.NotServed, match="Megatron-LM is not supported yet"):
+        refused(1)
 
 
 def test_the_test_helpers_of_accelerate_are_there():

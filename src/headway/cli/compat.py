@@ -40,15 +40,22 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
     if not scripts:
         _echo_surface(as_json)
         return
-    found = {str(each): _find_names(each) for each in scripts}
+    told: dict[str, list[dict[str, Any]]] = {}
+    is_green = True
+    for script in scripts:
+        rows = _find_names(script)
+        is_green = is_green and not any(_is_failure(each) for each, _ in rows)
+        told[str(script)] = [_make_row(each) | {"line": line} for each, line in rows]
+        if not as_json:  # each file as it is read: many take a while
+            _echo_script(str(script), rows)
     if as_json:
-        told = {name: [_make_row(each) | {"line": line} for each, line in rows] for name, rows in found.items()}
         click.echo(json.dumps(told, indent=1))
-    else:
-        for name, rows in found.items():
-            _echo_script(name, rows)
-    if any(each.status in ("not served", "unknown") for rows in found.values() for each, _ in rows):
+    if not is_green:
         click.get_current_context().exit(1)
+
+
+def _is_failure(each: Answer) -> bool:
+    return each.status in ("not served", "unknown")
 
 
 def _find_names(script: Path) -> list[tuple[Answer, int]]:

@@ -76,7 +76,7 @@ def prepare_loader(
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
         feed.inner.pin_memory = True
     listeners = _listeners(loader, feed)
-    return PreparedLoader(loader, feed, shard, device, transfer, events, listeners, recipe.rules.opens_late)
+    return recipe.rules.wrap(config, loader, feed, shard, device, transfer, events, listeners, recipe.rules.opens_late)
 
 
 class _Recipe:
@@ -178,8 +178,17 @@ class _Recipe:
     def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
         split = self._split(self._size(self.loader.batch_size), self.loader.drop_last)
         agree = self._agree if self.is_synchronised else None
+        joins = split.is_spread and split.count > 1 and self.loader.num_workers > 1
         return StreamFeed(
-            self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree, is_shared=self.is_shared
+            self.loader,
+            split,
+            self.ranks,
+            self.seed,
+            self.base_seed,
+            kind,
+            agree=agree,
+            is_shared=self.is_shared,
+            joins=joins,
         )
 
     def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:

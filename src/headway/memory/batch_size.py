@@ -232,8 +232,8 @@ def _check_call(
     left = [repr(each) for each in args[num_owners + (first not in kwargs) :]]
     call = ", ".join([*left, *(f"{key}={value!r}" for key, value in rest.items())])
     raise CallError(
-        f"a batch size was passed to {name}, whose parameter {first!r} is filled in by find_executable_batch_size; call it "
-        f"without: {name}({call})"
+        f"Batch size was passed into `{name}` as the first argument when called, but its parameter {first!r} is filled in by "
+        f"find_executable_batch_size; call it without: {name}({call})"
     )
 
 
@@ -296,7 +296,7 @@ class _SearchCall:
     def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:
         why = "" if last is None or last.error is None else f" The last error: {str(last.error)[:300]}"
         return BatchSizeError(
-            f"No executable batch size found, reached zero: {_name(self.function)} ran out of memory with every size tried "
+            f"No executable batch size found, reached zero. {_name(self.function)} ran out of memory with every size tried "
             f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
             f"sample is too large.{why}"
         )

@@ -98,7 +98,7 @@ _TEXTS = tuple(
     re.compile(text, re.MULTILINE)
     for text in (
         # torch's allocators, the runtimes and the drivers.
-        r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
+        r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
         r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
         r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: more than one buffer of the device may have
         r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",

@@ -239,7 +239,7 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
     Raises:
         RuntimeError: a parameter cannot be exchanged, because a weak reference or a graph that was not run back holds it.
     """
-    here = next(module.parameters(), None)
+    here = next(iter(module.parameters()), None)
     with _exchanged(here is not None and not _takes_data_of(here.device, device)):
         module.to(device)
 

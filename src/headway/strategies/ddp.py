@@ -146,7 +146,7 @@ class DDPStrategy(Strategy):
         super().setup(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
-        chosen, device = self._options, next(model.parameters()).device
+        chosen, device = self._options, next(iter(model.parameters())).device
         engine = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
@@ -334,7 +334,7 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
         if attempt.is_in_progress():
             engine.register_comm_hook(engine.process_group, attempt.hold_back(default_hooks.allreduce_hook))
         return
-    check_hook(options, next(engine.module.parameters()).device, engine.process_group)
+    check_hook(options, next(iter(engine.module.parameters())).device, engine.process_group)
     hooks: dict[Hook, Callable[..., Any]] = {
         Hook.FP16: default_hooks.fp16_compress_hook,
         Hook.BF16: default_hooks.bf16_compress_hook,

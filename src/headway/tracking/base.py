@@ -2,32 +2,29 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from headway.common import env
+from headway.config.launch import Spelled
 from headway.runtime import process
 from headway.tracking.pictures import Picture
 
 
-class LoggerType(str, Enum):
+class LoggerType(Spelled):
     """Names for `log_with`; their text does as well."""
 
     ALL = "all"
+    AIM = "aim"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-    MLFLOW = "mlflow"
+    TRACKIO = "trackio"
     COMETML = "comet_ml"
-    AIM = "aim"
+    MLFLOW = "mlflow"
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
-    TRACKIO = "trackio"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,15 @@ class Tracker:
         main_process_only: it lives on rank 0 only; False: on every rank.
         holds_back: for how many seconds values may be on their way and die with the process, `flush` or not: a run that goes
             on after a kill is fed again what was logged in so many seconds before it.
+        takes: what `log` is given: "numbers" (and texts), "objects" of any kind beside them, or all as it was "given", with
+            nested mappings, tensors and None.
     """
 
     name: str
     requires_logging_directory: bool = False
     main_process_only: bool = True
     holds_back: float = 0.0
+    takes: str = "objects"
 
     @property
     def tracker(self) -> Any:
@@ -87,7 +87,7 @@ class Tracker:
         raise NotImplementedError(f"{type(self).__name__} needs store_init_configuration(values)")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of one step: names to numbers or texts.
+        """Keep values of one step: names to numbers, texts, and what else the script logs (see `takes`).
 
         Args:
             values: flat.

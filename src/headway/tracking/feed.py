@@ -28,6 +28,7 @@ from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
 from headway.tracking.runlog import LoggedRun, RunLog, Value, read_run
 from headway.tracking.select import Choice
+from headway.tracking.values import describe, flatten, is_loggable, to_python
 
 log = get_logger(__name__)
 
@@ -59,6 +60,11 @@ class GuardedTracker:
             self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
 
         self._try("__init__", make, is_fatal=True)
+
+    @property
+    def takes(self) -> str:
+        """What its `log` is given."""
+        return getattr(self.tracker, "takes", "numbers")
 
     def call(self, method: str, *args: Any, is_fatal: bool = False, **kwargs: Any) -> None:
         """Call one of its methods; a loop that has to wait for it is told once."""
@@ -132,6 +138,7 @@ class RunFeed:
         self._is_continuing = False
         self._is_settled = False
         self._num_at_start = 0
+        self._odd: set[str] = set()
         self.begun = time.time()
         if folder is not None and is_main:
             self._open_log(folder)
@@ -188,7 +195,8 @@ class RunFeed:
     def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
         identity = self._identities.get(guarded.name) if is_continuing else None
         guarded.call("begin", TrackedRun(self.project, self.folder, identity), is_fatal=True)
-        guarded.call("store_init_configuration", self._config)
+        if self._config or guarded.takes != "given":
+            guarded.call("store_init_configuration", self._config)
         if guarded.tracker is not None and not guarded.is_dropped and guarded.tracker.identity != identity:
             self.event("tracker", None, {"tracker": guarded.name, "identity": guarded.tracker.identity})
 
@@ -251,11 +259,22 @@ class RunFeed:
 
     # ---------------------------------------------------------------- what is logged
 
-    def log(self, values: dict[str, Value], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Values of one step, to the log and to every tracker."""
+    def log(self, given: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Values of one step, to the log and to every tracker; the kind of what the log cannot hold is noted once."""
         self._decide_which_run(step)
-        self._write("values", step, values)
-        self._call_trackers("log", values, step=step, by_name=log_kwargs)
+        flat = flatten(given)
+        known = {name: to_python(value) for name, value in flat.items() if is_loggable(value)}
+        odd = {name: describe(value) for name, value in flat.items() if name not in known}
+        if known or not flat:
+            self._write("values", step, known)
+        if new := odd.keys() - self._odd:
+            self._odd |= new
+            self.event("objects", step, {"kinds": {name: odd[name] for name in sorted(new)}})
+        by_kind = {"numbers": known, "objects": {name: known.get(name, flat[name]) for name in flat}, "given": given}
+        for guarded in self.guarded:
+            values = by_kind[guarded.takes]
+            if values or not given:
+                guarded.call("log", dict(values), step=step, **log_kwargs.get(guarded.name, {}))
 
     def log_images(
         self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]

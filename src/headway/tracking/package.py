@@ -21,6 +21,7 @@ class PackageAdapter(Tracker):
     """What to install where the package is missing; empty: the package."""
     known_by: ClassVar[tuple[str, str] | None] = None
     """What finds the run again after a restart: its keyword, and the attribute of the run that has it."""
+    takes = "numbers"
     ended_by: ClassVar[str] = "finish"
     """The run's method that ends it."""
 
@@ -69,6 +70,7 @@ class RowAdapter(PackageAdapter):
     """For packages that take all values of a step in one call."""
 
     known_by: ClassVar[tuple[str, str]] = ("id", "id")
+    takes = "objects"
 
     run = PackageAdapter.tracker
     """The name that scripts know."""

@@ -9,7 +9,7 @@ import torch
 
 from headway.common.optional import Later
 from headway.config.run import ProjectConfiguration
-from headway.errors import ConfigError, StateError, TrackingError
+from headway.errors import ConfigError, TrackingError
 from headway.log import get_logger
 from headway.runtime import events
 from headway.runtime.process import ProcessRuntime
@@ -114,18 +114,14 @@ class RunRecorder:
     # ---------------------------------------------------------------- log
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
-        """Log values of one step.
-
-        Raises:
-            TrackingError: on every rank that called: a value of another kind, with its name.
-            StateError: `log_with` was given, but no run was begun.
-        """
-        flat = told.flatten(values, is_heard=self._has_trackers or self._is_begun)
-        feed = self._require_feed()
-        if feed is not None and (flat or not values):
-            feed.log(
-                {name: told.to_python(value) for name, value in flat.items()}, self._note_step(step), log_kwargs or {}
-            )
+        """Log values of one step; what cannot be logged is warned about once, and never ends the run."""
+        feed = self._feed_or_hint()
+        if feed is None:
+            return
+        if isinstance(values, Mapping):
+            feed.log(values, self._note_step(step), log_kwargs or {})
+        else:
+            log.warning_once("log() takes a mapping of names and values; %s is left out", told.describe(values))
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
@@ -134,9 +130,8 @@ class RunRecorder:
 
         Raises:
             TrackingError: another shape or type, with its name.
-            StateError: `log_with` was given, but no run was begun.
         """
-        feed = self._require_feed()
+        feed = self._feed_or_hint()
         if feed is not None:
             images = {name: drawing.pictures(value, name) for name, value in values.items()}
             feed.log_images(images, self._note_step(step), log_kwargs or {})
@@ -152,9 +147,8 @@ class RunRecorder:
 
         Raises:
             TrackingError: on rank 0: there is nothing.
-            StateError: `log_with` was given, but no run was begun.
         """
-        feed = self._require_feed()
+        feed = self._feed_or_hint()
         if feed is not None:
             where = Path(path).absolute()
             if not where.exists():
@@ -166,14 +160,10 @@ class RunRecorder:
         if self.feed is not None:
             self.feed.event(name, step, details)
 
-    def _require_feed(self) -> "feeding.RunFeed | None":
-        if self.feed is None and self._runtime.is_main_process:
-            if self._has_trackers:
-                raise StateError(
-                    "log() came before a run was begun: call accelerator.init_trackers(project_name) first"
-                )
-            if self._project().logging_dir is not None:
-                log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
+    def _feed_or_hint(self) -> "feeding.RunFeed | None":
+        is_kept = self._has_trackers or self._project().logging_dir is not None
+        if self.feed is None and self._runtime.is_main_process and is_kept:
+            log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
         return self.feed
 
     def _note_step(self, step: int | None) -> int:
@@ -233,7 +223,9 @@ class RunRecorder:
 
 
 def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {name: told.to_python(value) for name, value in told.flatten(summary or {}).items()}
+    return {
+        name: told.to_python(value) for name, value in told.flatten(summary or {}).items() if told.is_loggable(value)
+    }
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:

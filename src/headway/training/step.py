@@ -193,9 +193,9 @@ class TrainingStep(ABC):
         if self.windows.is_inside:
             if window.was_asked and not (window.is_last and window.num_done == 1):
                 raise StateError(TWO_TURNS)
-            is_first = self.windows.is_first(window)
+            is_first = self.weighs_losses and self.windows.is_first(window)
             if is_first:
-                self._first_window.before_backward(loss, self.weighs_losses and weight is None)
+                self._first_window.before_backward(loss, weight is None)
             self._backward_inside(loss, weight, reduction, **kwargs)
             if is_first:
                 self._first_window.after_backward()

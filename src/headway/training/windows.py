@@ -227,9 +227,13 @@ class AccumulationWindows:
         self._note_reading(window, self._in_hand.count(loader) if loader is not None else 1)
         self._in_hand.clear()
         is_end = self.sync_with_loader and loader is not None and loader.is_last
-        self.is_last = window.is_last = (is_end or window.num_done >= self.num_steps) and piece.is_last
+        self.is_last = window.is_last = self._ends(window, is_end) and piece.is_last
         self.current, self.is_inside, self._is_held = window, True, False
         return is_first
+
+    def _ends(self, window: AccumulationWindow, is_end: bool) -> bool:
+        """Is its micro-batch the last one, of a window or (`is_end`) of the data?"""
+        return is_end or window.num_done >= self.num_steps
 
     def _note_reading(self, window: AccumulationWindow, num_read: int) -> None:
         """Warn where the micro-batches of a window are read before the first of them begins."""

@@ -1,4 +1,6 @@
-"""Preferences by TRL's DPO: a model against its reference, LoRA against its own base, reference figures computed ahead."""
+"""Preferences by TRL's DPO: a model against its reference, LoRA against its own base, reference figures computed ahead, and
+with TRL's own settings, by which both models compute in bf16.
+"""
 
 import sys
 
@@ -20,6 +22,7 @@ options = {
     "reference": {"gradient_accumulation_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "lora": {"bf16": True},
     "ahead": {"precompute_ref_log_probs": True},
+    "defaults": {"gradient_checkpointing": True, "bf16": None},
 }[way]
 args = DPOConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -33,7 +34,9 @@ except ImportError:
 def train():
     accelerator = Accelerator(cpu=True)
     other: object = accelerate.Accelerator()
-    print(accelerator.step, accelerator.device, other.flag_tensor, nn.step)
+    print(accelerator.lomo_backward, accelerator.device, other.lomo_backward, nn.lomo_backward)
+    utils.prepare_data_loader(slice_fn_for_dispatch=None)
+    other.prepare_data_loader(1, slice_fn_for_dispatch=au)
     au.set_seed(3)
     accelerate.utils.gather_object([1])
     accelerate.state.PartialState()
@@ -44,7 +47,7 @@ def train():
 class Holder:
     def __init__(self):
         self.accelerator = Accelerator()
-        print(self.accelerator.log_with)
+        print(self.accelerator.deepspeed_ulysses_dl_adapter)
 '''  # fmt: skip
 
 
@@ -55,11 +58,11 @@ def invoke(*args):
 def test_the_names_that_a_script_uses():
     found = {use.name: use.line for use in uses(SCRIPT)}
     assert set(found) == {
-        "Accelerator", "Accelerator.flag_tensor", "Accelerator.log_with", "Accelerator.step", "DeepSpeedPlugin",
+        "Accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.lomo_backward", "DeepSpeedPlugin",
         "DistributedType", "PartialState", "broadcast", "gather_object", "get_logger", "merge_fsdp_weights", "moonshine",
-        "set_seed", "state", "tqdm", "utils",
+        "prepare_data_loader", "set_seed", "slice_fn_for_dispatch=", "state", "tqdm", "utils",
     }  # fmt: skip
-    assert (found["Accelerator"], found["DeepSpeedPlugin"], found["Accelerator.log_with"]) == (5, 8, 32)
+    assert (found["Accelerator"], found["DeepSpeedPlugin"], found["slice_fn_for_dispatch="]) == (5, 8, 23)
 
 
 def test_a_script_without_accelerate(tmp_path):
@@ -85,11 +88,11 @@ def test_a_script_that_cannot(tmp_path):
     ran = invoke(script)
     assert ran.exit_code == 1
     assert "4 not served, 1 unknown" in ran.output
-    assert "Accelerator.step" in ran.output
-    assert "NOT SERVED: accelerator.num_updates counts updates" in ran.output
-    assert "moonshine                unknown: not a public name of Accelerate 1.15.0" in ran.output
+    assert "Accelerator.lomo_backward" in ran.output
+    assert "NOT SERVED: dispatched batches are cut by rows" in ran.output
+    assert re.search(r"moonshine +unknown: not a public name of Accelerate 1\.15\.0", ran.output)
     told = json.loads(invoke("--json", script).output)[str(script)]
-    assert {"name": "set_seed", "status": "served", "note": "", "line": 22} in told
+    assert {"name": "set_seed", "status": "served", "note": "", "line": 24} in told
     assert {each["status"] for each in told} == {"served", "differs", "not served", "unknown"}
 
 

@@ -70,7 +70,7 @@ def test_ones_own_reduction():
 
 def test_zero_is_a_clear_error_with_the_cause():
     inner, _ = trying(0, starting_batch_size=4)
-    with pytest.raises(BatchSizeError, match=r"reached zero: inner ran out of memory .*\(4, 2, 1\)") as caught:
+    with pytest.raises(BatchSizeError, match=r"reached zero. inner ran out of memory .*\(4, 2, 1\)") as caught:
         inner()
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, MemoryError)

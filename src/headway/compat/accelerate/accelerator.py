@@ -4,9 +4,10 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,46 @@ from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
-from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
+from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration, fixed
 from headway.compat.accelerate.data.batches import convert_to_fp32
 from headway.compat.accelerate.data.exchange import gather_and_cut
 from headway.compat.accelerate.data.loading import AccelerateRules
 from headway.compat.accelerate.data.metrics import is_per_sample
 from headway.compat.accelerate.files.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.plugins import ParallelismConfig
+from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
 from headway.compat.accelerate.state import AcceleratorState
 from headway.compat.accelerate.trackers import makers
-from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
+from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.data.loader import PreparedLoader
-from headway.errors import MetricError, UnsupportedError
+from headway.errors import ConfigError, MetricError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import Tree
 from headway.tracking.base import BlankTracker
+from headway.training.prepared.prepare import Wrappers
 from headway.training.windows import ConstantDivision
 
 log = get_logger(__name__)
 
 _UNSET: Any = object()
+_SAID = "ACCELERATE_"
 STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
 """The variable in which Accelerate's launcher says how to write sharded weights: whole, or a part from each rank."""
 PREEMPTION = "HEADWAY_PREEMPTION"
 """The variable that lets a signal or a deadline save, for scripts that start from what `load_state` gives alone."""
+_HANDLERS = {
+    "autocast": ("AutocastKwargs",),
+    "ddp": ("DistributedDataParallelKwargs",),
+    "scaler": ("GradScalerKwargs",),
+    "init": ("InitProcessGroupKwargs",),
+    "profile": ("ProfileKwargs",),
+    "fp8_recipe": ("FP8RecipeKwargs",),
+    "te_recipe": ("TERecipeKwargs",),
+    "msamp_recipe": ("MSAMPRecipeKwargs",),
+    "ao_recipe": ("AORecipeKwargs", "Float8Options"),
+}
+"""What `accelerator.NAME_handler` is an instance of."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
@@ -49,9 +66,18 @@ def _without_adjusting(plugin: Any) -> Any:
     return replace(plugin, adjust_scheduler=False) if isinstance(plugin, GradientAccumulationPlugin) else plugin
 
 
+def _said(name: str) -> str | None:
+    """What Accelerate's variable of that name says, where Headway's own says nothing."""
+    return None if env.get(f"{env.PREFIX}{name}") else env.get(f"{_SAID}{name}")
+
+
 def _in_float32(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
     """A forward hook; of a module, so that a model that has it can be pickled."""
     return convert_to_fp32(outputs)
+
+
+def _member(name: str) -> property:
+    return property(lambda accelerator: getattr(accelerator._members_of_accelerate, name))
 
 
 class AccelerateAccelerator(Accelerator):
@@ -66,6 +92,14 @@ class AccelerateAccelerator(Accelerator):
     """
 
     _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
+    _wrappers = Wrappers(AcceleratedOptimizer, AcceleratedScheduler, keeps_precision=True)
+    _windows = CountedWindows
+    # Tests of libraries replace these in the class.
+    context_parallel_rank = _member("context_parallel_rank")
+    data_parallel_rank = _member("data_parallel_rank")
+    data_parallel_shard_rank = _member("data_parallel_shard_rank")
+    pipeline_parallel_rank = _member("pipeline_parallel_rank")
+    tensor_parallel_rank = _member("tensor_parallel_rank")
 
     def __init__(
         self,
@@ -91,6 +125,26 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        # By keyword, for pickle.
+        self._given = {
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu,
+            "dataloader_config": dataloader_config,
+            "rng_types": rng_types,
+            "project_config": project_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "kwargs_handlers": kwargs_handlers,
+        }
+        if gradient_accumulation_plugin is None:
+            gradient_accumulation_steps = (
+                env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS") or gradient_accumulation_steps
+            )
+        mixed_precision = mixed_precision or _said("MIXED_PRECISION")
+        if parallelism_config is None and env.get_bool(f"{_SAID}USE_PARALLELISM_CONFIG"):
+            parallelism_config = ParallelismConfig()
         self._project = ""
         self._writer = Writer(self)
         self._asked_trackers = log_with is not None
@@ -119,9 +173,29 @@ class AccelerateAccelerator(Accelerator):
             # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
             preemption=None if env.get_bool(PREEMPTION) else False,
         )
+        self._remember(rng_types, log_with, kwargs_handlers)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         plugin = AcceleratorState(_run=self._run).fsdp_plugin
         if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
             plugin.set_state_dict_type(named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._given), ()
+
+    def __deepcopy__(self, memo: Any) -> "AccelerateAccelerator":
+        return self  # as Accelerate's: there is one run
+
+    def _remember(self, rng_types: Sequence[str] | None, log_with: Any, handlers: list[Any] | None) -> None:
+        """What scripts read back, or set, of what was given; nothing else looks at it."""
+        self.rng_types = ["generator"] if rng_types is None else rng_types
+        self.log_with = log_with if isinstance(log_with, list) else [] if log_with is None else [log_with]
+        self.flag_tensor: torch.Tensor | None = None
+        self.has_lomo_optimizer = self.delayed_fp8_autocast = False
+        self.fp8_enabled = self.mixed_precision == "fp8"
+        for name, kinds in _HANDLERS.items():
+            fits = [each for each in handlers or () if type(each).__name__ in kinds]
+            setattr(self, f"{name}_handler", fits[0] if fits else None)
+        self.has_fp8_handler = getattr(self, "ao_recipe_handler", None) is not None
 
     def _loading_rules(self) -> AccelerateRules:
         return AccelerateRules()
@@ -149,6 +223,52 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the data last ended; settable."""
+        return self._counted.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._counted.step = value
+
+    @property
+    def _counted(self) -> CountedWindows:
+        return self._training_step.windows  # type: ignore[return-value]  # made by `_windows`
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """As Headway's; what it is, or None where losses are not scaled, may be assigned.
+
+        Raises:
+            ConfigError: another one is assigned.
+        """
+        return super().scaler
+
+    @scaler.setter
+    def scaler(self, value: Any) -> None:
+        check_scaler(value, self.scaler)
+
+    @property
+    def device_placement(self) -> bool:
+        """Are models and batches moved to the device? Settable, for what is prepared later."""
+        return self._preparation.places
+
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self._preparation.places = value
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """As Headway's; `gradient=` of a loss that is no scalar is what torch's backward takes."""
+        gradient = kwargs.pop("gradient", None)
+        super().backward(loss if gradient is None else (loss * gradient).sum(), **kwargs)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As Headway's; what is not prepared is left alone."""
+        with super().join_uneven_inputs((), even_batches):
+            yield
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
         """As Headway's, with one counter and one set of gradients, whatever models are named."""
@@ -215,6 +335,8 @@ class AccelerateAccelerator(Accelerator):
         """
         place = self._checkpoints.place
         folder = None if input_dir is None else Path(input_dir).expanduser().absolute()
+        if folder is not None and not folder.exists():
+            raise ConfigError(f"Tried to find {folder} but folder does not exist; give one that save_state wrote")
         if folder is None and place.is_automatic:
             folder = newest_in(place.parent())
         if folder is None or not is_accelerates(folder):
@@ -242,6 +364,23 @@ class AccelerateAccelerator(Accelerator):
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
         return LiveDataLoaderConfiguration(self._preparation.loading, self._preparation.load_by)
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._preparation.load_by(fixed(value))
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the run keeps its files; its fields may be assigned, `iteration` too, which saves advance."""
+        place = self._checkpoints.place
+        return LiveProjectConfiguration(replace(place.project, iteration=place.iteration), self._use_project)
+
+    @project_configuration.setter
+    def project_configuration(self, value: ProjectConfiguration) -> None:
+        self._use_project(fixed(value))
+
+    def _use_project(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.place.project, self._checkpoints.place.iteration = project, project.iteration
 
     @property
     def even_batches(self) -> bool:

@@ -45,24 +45,6 @@ class DataLoaderConfiguration(Changeable, run.DataLoaderConfiguration):
     """How prepared loaders split, pad and move batches."""
 
 
-class LiveDataLoaderConfiguration(DataLoaderConfiguration):
-    """An Accelerator's own settings: assignments apply to loaders prepared afterwards.
-
-    Args:
-        now: the settings in force.
-        use: takes the changed ones.
-    """
-
-    def __init__(self, now: run.DataLoaderConfiguration, use: Callable[[run.DataLoaderConfiguration], None]) -> None:
-        vars(self).update({field.name: getattr(now, field.name) for field in fields(now)})
-        self._use = use
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name != "_use":
-            self._use(fixed(self))
-
-
 class DistributedDataParallelKwargs(Changeable, engines.DistributedDataParallelKwargs):
     """Options of torch's DistributedDataParallel."""
 
@@ -88,10 +70,35 @@ class ProjectConfiguration(Changeable, run.ProjectConfiguration):
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, and `logging_dir` if it is not set."""
-        values = vars(self)
-        values["project_dir"] = project_dir
+        self.__setattr__("project_dir", project_dir)
         if self.logging_dir is None:
-            values["logging_dir"] = project_dir
+            self.__setattr__("logging_dir", project_dir)
+
+
+class _Live:
+    """Mixed in before settings: an Accelerator's own, which takes each assignment up.
+
+    Args:
+        now: the settings in force.
+        use: takes the changed ones.
+    """
+
+    def __init__(self, now: Any, use: Callable[[Any], None]) -> None:
+        vars(self).update({field.name: getattr(now, field.name) for field in fields(now)})
+        self._use = use
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "_use":
+            self._use(fixed(self))
+
+
+class LiveDataLoaderConfiguration(_Live, DataLoaderConfiguration):
+    """How loaders that are prepared later split, pad and move batches."""
+
+
+class LiveProjectConfiguration(_Live, ProjectConfiguration):
+    """Where the run keeps its files."""
 
 
 def fixed(settings: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar
 
+from headway.common import env
 from headway.common.optional import Later
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
 from headway.config.layout_choice import ResolvedLayout
@@ -177,7 +178,7 @@ class ParallelismConfig:
     """How many processes each kind of parallelism takes; 1: none. `strategy="fsdp=4+tp=2"` says the same in a word.
 
     Attributes:
-        dp_replicate_size: copies of the model.
+        dp_replicate_size: copies of the model; None, here and below: what PARALLELISM_CONFIG_DP_REPLICATE_SIZE says.
         dp_shard_size: processes over which a copy's parameters are sharded.
         tp_size: processes that share each matrix.
         cp_size: processes that share each sequence.
@@ -205,7 +206,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
             size = getattr(self, name)
-            size = 1 if size is None else size
+            size = env.get_int(f"PARALLELISM_CONFIG_{name.upper()}") or 1 if size is None else size
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; give a number of processes, 1 or more")
             setattr(self, name, size)
@@ -322,16 +323,19 @@ class ParallelismConfig:
         """All axes that there are."""
         return self.dp_dim_names + self.non_dp_dim_names
 
+    def _get_mesh(self) -> tuple[Any, ...]:
+        names = self._enabled("dp_replicate", "dp_shard", "cp", "sp", "tp")
+        return tuple(zip(*((name, self.sizes[name]) for name in names)))
+
     def build_device_mesh(self, device_type: str) -> Any:
         """torch's device mesh of these sizes; all processes call it. None where every size is 1.
 
         Args:
             device_type: such as "cuda".
         """
-        names = tuple(kind for kind in ("dp_replicate", "dp_shard", "cp", "sp", "tp") if self.sizes[kind] > 1)
-        if not names:
+        if not (mesh := self._get_mesh()):
             return None
-        sizes = tuple(self.sizes[name] for name in names)
+        names, sizes = mesh
         return meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:

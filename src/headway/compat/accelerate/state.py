@@ -6,7 +6,7 @@ are singletons whose instances share one dict; here instances hold nothing that 
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,7 @@ class PartialState(RankAware):
     """
 
     _shared_state = _Shared[dict[str, Any]](_process_facts)
+    _values: ClassVar[dict[str, Any]] = {}
     debug: bool = False  # settable, and changes nothing: every exchange is checked before it moves data
 
     def __init__(
@@ -109,9 +110,17 @@ class PartialState(RankAware):
             raise UnsupportedError(
                 "SageMaker's own data parallelism is not served; start the script with torchrun or SLURM"
             )
+        self.__dict__ = self._values  # all instances are one
         given = {"cpu": cpu, "backend": backend, "init_method": init_method, "timeout": timeout}
         way = _started({name: value for name, value in given.items() if value})
         super().__init__(way.runtime, way)
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        raise AttributeError(
+            f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an `Accelerator` or "
+            "`PartialState` was not reinitialized."
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # transformers keeps one in its TrainingArguments, which it pickles; what is read back looks at its own process.
@@ -125,6 +134,7 @@ class PartialState(RankAware):
     def _reset_state() -> None:
         """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
         process.reset()
+        PartialState._values.clear()
         if AcceleratorRun.latest is not None:
             AcceleratorRun.latest.answers_after_end = False
 
@@ -188,6 +198,7 @@ class AcceleratorState(PartialState):
     """
 
     _shared_state = _Shared[dict[str, Any]](_run_facts)
+    _values: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -212,6 +223,7 @@ class AcceleratorState(PartialState):
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the Accelerator; with `reset_partial_state` the runtime ends too."""
         AcceleratorRun.latest = None
+        AcceleratorState._values.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -341,13 +353,13 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation's settings by name."""
-        return {
-            "num_steps": self.num_steps,
-            "adjust_scheduler": self.adjust_scheduler,
-            "sync_with_dataloader": self.sync_with_dataloader,
-            "sync_each_batch": self._windows is not None and self._windows.sync_each,
-        }
+        """The accumulation's settings that differ from their defaults."""
+        kwargs: dict[str, Any] = {"num_steps": self.num_steps}
+        if not self.sync_with_dataloader:
+            kwargs["sync_with_dataloader"] = False
+        if self._windows is not None and self._windows.sync_each:
+            kwargs["sync_each_batch"] = True
+        return kwargs
 
     @property
     def in_dataloader(self) -> bool:
@@ -373,7 +385,7 @@ class GradientState:
     def remainder(self) -> int:
         """Real samples of the last round over all processes where that round is incomplete, else 0; -1 where unknown."""
         loader = self._loader
-        return -1 if loader is None else _remainder(loader)
+        return -1 if loader is None else remainder(loader)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
@@ -387,7 +399,8 @@ class GradientState:
         )
 
 
-def _remainder(loader: PreparedLoader) -> int:
+def remainder(loader: PreparedLoader) -> int:
+    """Real samples of its last round over all processes where that round is incomplete, else 0; -1 where unknown."""
     size, counts = loader.total_batch_size, loader.valid_counts
     if not size:
         return -1

@@ -30,6 +30,8 @@ class GeneralTracker(Tracker):
         NotImplementedError: one of the three is missing.
     """
 
+    takes = "given"
+
     def __init__(self, _blank: bool = False) -> None:
         own = [kind for kind in type(self).__mro__ if kind not in (GeneralTracker, Tracker, object)]
         needed = ("name", "requires_logging_directory", "tracker")

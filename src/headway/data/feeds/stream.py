@@ -152,6 +152,8 @@ class StreamFeed:
         agree: begin each epoch with rank 0's states of the generators that the dataset holds; None: do not.
         base_seed: draws that of the workers, as torch would; on one process they get it.
         is_shared: other ranks read the same, and their workers need the same streams.
+        joins: workers read a batch of one rank at a time, and a round is made of as many as there are ranks, one worker after
+            the other; False: each worker reads whole rounds.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class StreamFeed:
         own: OwnShards | None = None,
         agree: Agree | None = None,
         is_shared: bool = False,
+        joins: bool = False,
     ) -> None:
         self._is_shared = is_shared
+        self._joins = joins
         self.source = loader
         self._base_seed = base_seed
         self.seed = seed
@@ -189,9 +193,9 @@ class StreamFeed:
         return rebuild(
             self.source,
             self._kind,
-            batch_size=split.round_size,
+            batch_size=(split.round_size or 0) // split.count if self._joins else split.round_size,
             drop_last=split.drop_last,
-            collate_fn=self._collate,
+            collate_fn=list if self._joins else self._collate,
             **changes,
         )
 
@@ -289,9 +293,17 @@ class StreamFeed:
         return (mark_last if self._own is None else self._own.mark_last)(self._stamped(self._read()))
 
     def _read(self) -> Iterator[Collated]:
+        if self._joins:
+            return self._joined(iter(self.inner))
         if self._lines is None:
             return iter(self.inner)
         return self._read_apart(self._lines, self._lines.fetch(lambda: iter(self.inner)))
+
+    def _joined(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
+        while several := list(islice(batches, self._collate.split.count)):
+            samples = [sample for batch in several for sample in batch]
+            if not self._collate.split.drop_last or len(samples) == self._collate.split.round_size:
+                yield self._collate(samples)
 
     def _read_apart(self, lines: DatasetRNGStates, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The same batches; what the dataset draws for each comes from lines of its own."""

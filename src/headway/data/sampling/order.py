@@ -214,20 +214,24 @@ class SamplerOrder:
         first = list(islice(iterator, 1))
         streams = GlobalStreams.here()  # before training draws
         yield from first
-        yield from self._chunks(iterator, streams)
+        yield from self._chunks(iterator, streams, len(first))
 
     def _items(self, streams: GlobalStreams) -> Iterator[Any]:
         with streams:
             iterator = iter(self.sampler)
         yield from self._chunks(iterator, streams)
 
-    def _chunks(self, iterator: Iterator[Any], streams: GlobalStreams) -> Iterator[Any]:
+    def _chunks(self, iterator: Iterator[Any], streams: GlobalStreams, num_taken: int = 0) -> Iterator[Any]:
+        # A sampler that is asked for more than it has may draw once more, which an epoch that is left must not.
+        left = max(0, _length(self.sampler) - num_taken)
         while True:
+            wanted = min(_CHUNK, left or 1)
             with streams:
-                chunk = list(islice(iterator, _CHUNK))
+                chunk = list(islice(iterator, wanted))
             yield from chunk
-            if len(chunk) < _CHUNK:
+            if len(chunk) < wanted:
                 return
+            left = max(0, left - wanted)
 
     def state(self, is_running: bool) -> State:
         """What the epoch in progress (else the next one) was drawn from, where seed and epoch do not say it."""
@@ -238,3 +242,10 @@ class SamplerOrder:
         """Draw the next epoch from that."""
         self._own.load_state(state)
         self._loaded_global = state.get("global")
+
+
+def _length(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError:
+        return 1 << 62

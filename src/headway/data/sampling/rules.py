@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headway.config.run import DataLoaderConfiguration
+from headway.data.loader import PreparedLoader
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.order import DrawnOrder, PureOrder, SampleOrder, SamplerOrder, is_plain_shuffling
 from headway.data.sampling.rng import Agree
@@ -51,6 +52,9 @@ class LoadingRules(Protocol):
     def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """The order that a sampler or batch sampler stands for."""
 
+    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
+        """The prepared loader of these parts (`PreparedLoader`), which goes by `config`."""
+
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
         """Do loaders leave the run's stream alone, and are workers' streams functions of the seed and the epoch?"""
 
@@ -75,6 +79,10 @@ class TorchRules:
         if is_plain_shuffling(sampler):
             return DrawnOrder(sampler, draws.stream, draws.agree)
         return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronised)
+
+    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
+        """Headway's own."""
+        return PreparedLoader(*parts)
 
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
         """With a seedable order."""

@@ -155,7 +155,7 @@ class DeepSpeedStrategy(Strategy):
         import deepspeed
 
         quieten()
-        device = next(model.parameters()).device
+        device = next(iter(model.parameters())).device
         if deepspeed.get_accelerator().device_name() != device.type:
             raise ConfigError(
                 f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, but this run uses {device.type}; "

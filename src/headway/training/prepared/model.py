@@ -78,6 +78,8 @@ class _Call:
 class PreparedModel:
     """Mixed in before the user's class; it overrides the call and how copies are made."""
 
+    _is_accelerate_prepared = True  # which libraries ask for
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, under autocast, through the engine where gradients are wanted."""
         call: _Call = self.__dict__[_KEY]

@@ -302,10 +302,28 @@ class PreparedOptimizer(torch.optim.Optimizer):
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         owner = None if known.issuperset(map(id, every)) else self._neighbours.owner_of(every)
         if owner is None:
-            check_owned(self.optimizer, known)
+            self.check_owned(known)
         else:  # another Accelerator has prepared the model, and reduces its gradients
             self._strategy = owner.strategy
             repoint(self.optimizer, self._strategy)
+
+    def check_owned(self, known: set[int]) -> None:
+        """Every parameter must belong to a prepared model.
+
+        Args:
+            known: the ids of theirs.
+
+        Raises:
+            PrepareError: some do not; the message counts them and gives their shapes.
+        """
+        strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if strangers:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+            raise PrepareError(
+                f"{type(self.optimizer).__name__} holds {len(strangers)} parameters that belong to no prepared model (shapes "
+                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from the very "
+                "model that is prepared (not from a copy, nor before its layers were replaced)"
+            )
 
 
 class StepWatch:
@@ -356,19 +374,3 @@ def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
-
-
-def check_owned(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Every parameter of the optimizer must belong to a prepared model.
-
-    Raises:
-        PrepareError: some do not; the message counts them and gives their shapes.
-    """
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-        raise PrepareError(
-            f"{type(optimizer).__name__} holds {len(strangers)} parameters that belong to no prepared model (shapes {shapes}"
-            f"{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from the very model "
-            "that is prepared (not from a copy, nor before its layers were replaced)"
-        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rules import LoadingRules, TorchRules
-from headway.errors import PrepareError
+from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt
 from headway.offload.spread import spread_over
@@ -28,7 +28,7 @@ from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
 from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
-from headway.training.prepared.optimizer import PreparedOptimizer, check_owned
+from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.repoint import repoint
 from headway.training.prepared.scheduler import (
@@ -38,13 +38,22 @@ from headway.training.prepared.scheduler import (
     StepsPerMicroBatch,
     StepsPerProcess,
     StepsPerUpdate,
-    is_scheduler,
     schedule_length,
 )
 from headway.training.step import TrainingStep
 from headway.training.windows import UpdateClock
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Wrappers:
+    """What optimizers and schedules become; for a class of Accelerators that has kinds of its own."""
+
+    optimizer: type[PreparedOptimizer] = PreparedOptimizer
+    scheduler: type[PreparedScheduler] = PreparedScheduler
+    keeps_precision: bool = False
+    """Do models that are forgotten go on under autocast?"""
 
 
 class Preparation:
@@ -64,9 +73,11 @@ class Preparation:
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
         rules: what loaders go by; None: torch's.
+        wrappers: what optimizers and schedules become.
 
     Attributes:
         loading: as above; `set_evenness` and `load_by` change it.
+        places: `device_placement`.
         loader_stream: what loaders draw their orders from.
         events: as above.
     """
@@ -86,6 +97,7 @@ class Preparation:
         global_batch_size: int | None,
         transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
         rules: LoadingRules | None = None,
+        wrappers: Wrappers = Wrappers(),
     ) -> None:
         self.loading = loading
         self.events = events
@@ -97,10 +109,11 @@ class Preparation:
         self._transforms = transforms
         self._evaluated: set[int] = set()
         self._rules = rules or TorchRules()
+        self._wrappers = wrappers
         self.loader_stream = LoaderStream(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock
         self._runtime = runtime
-        self._places = device_placement
+        self.places = device_placement
         self._rule = rule
         self._tick_base: tuple[int, int] | None = None
         self._follows_optimizer = follows_optimizer
@@ -147,11 +160,11 @@ class Preparation:
         if not objects:
             raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
         if placement is not None and len(placement) != len(objects):
-            raise PrepareError(
+            raise ConfigError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
             )
         places: Sequence[bool | None] = placement or [None] * len(objects)
-        kinds = [_kind(obj) for obj in objects]
+        kinds = [self._kind(obj) for obj in objects]
         unknown = [obj for obj, kind in zip(objects, kinds) if kind is None]
         if unknown:
             _report_unknown(unknown, is_strict)
@@ -164,6 +177,19 @@ class Preparation:
             self._check_optimizers()
         self.adopt()
         return [made[index] for index in range(len(objects))]
+
+    def _kind(self, obj: Any) -> str | None:
+        if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
+            return "done"
+        if isinstance(obj, torch.nn.Module):
+            return "model"
+        if isinstance(obj, torch.optim.Optimizer | DummyOptim):
+            return "optimizer"
+        if isinstance(obj, DataLoader):
+            return "loader"
+        if isinstance(obj, DummyScheduler) or self._wrappers.scheduler.wraps(obj):
+            return "scheduler"
+        return None
 
     def _one(self, kind: str, obj: Any, place: bool | None) -> Any:
         if kind == "model":
@@ -211,6 +237,7 @@ class Preparation:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
         for transform in self._transforms(False) if is_evaluation else ():
             transform(model)
+        prepared_model.detach(model)  # one that was forgotten, and went on under autocast
         engine = None if is_evaluation else self._strategy.setup(model, self._transforms(True))
         prepared_model.attach(
             model,
@@ -237,7 +264,7 @@ class Preparation:
 
     def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
         """Is the model to be moved? One that is dispatched over several places stays where it lies, and is never replicated."""
-        is_moved = self._places if place is None else place
+        is_moved = self.places if place is None else place
         places, count = spread_over(model, self._runtime.device), self._strategy.everyone.world_size
         if not places:
             return is_moved
@@ -274,7 +301,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
+        made = self._wrappers.optimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
         self.optimizers.append(made)
         return made
 
@@ -289,7 +316,7 @@ class Preparation:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
         for optimizer in self.optimizers:
             repoint(optimizer.optimizer, self._strategy)
-            check_owned(optimizer.optimizer, known)
+            _as_made(optimizer).check_owned(known)
 
     def loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
         """Shard, and derive the accumulation where a global batch size was asked for."""
@@ -299,7 +326,7 @@ class Preparation:
         self._share_streams()
         if not self.loading.dispatch_batches:
             compare_data(loader.dataset, self._strategy.data_group)
-        places = self._places if place is None else place
+        places = self.places if place is None else place
         made = prepare_loader(
             loader,
             shard=self._strategy.data_shard,
@@ -343,12 +370,14 @@ class Preparation:
                 return cast(PreparedScheduler, known)
         bound = getattr(scheduler, "optimizer", None)
         followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
-        if not followed and self._follows_optimizer:
+        if not followed and self._follows_optimizer and self._wrappers.scheduler.needs_optimizer:
             raise PrepareError(
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, rule, self._follows_optimizer, self._step)
+        made = self._wrappers.scheduler(
+            scheduler, followed, rule=rule, follows_optimizer=self._follows_optimizer, step=self._step
+        )
         self.schedulers.append(made)
         if self._follows_optimizer and rule is self._rule:
             self._explain(made)
@@ -423,6 +452,8 @@ class Preparation:
         for model in self.models:
             if id(model) not in kept:
                 prepared_model.detach(model)
+                if self._wrappers.keeps_precision:
+                    prepared_model.attach(model, None, self._strategy.forward_context(self._step.precision))
                 if kept:
                     self._strategy.release(model)
         self._prepared.forget(kept)
@@ -437,20 +468,6 @@ class Preparation:
 def _as_made(optimizer: OptimizerEntry) -> PreparedOptimizer:
     """What the registry holds, as the class that this file put into it."""
     return cast(PreparedOptimizer, optimizer)
-
-
-def _kind(obj: Any) -> str | None:
-    if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
-        return "done"
-    if isinstance(obj, torch.nn.Module):
-        return "model"
-    if isinstance(obj, torch.optim.Optimizer | DummyOptim):
-        return "optimizer"
-    if isinstance(obj, DataLoader):
-        return "loader"
-    if isinstance(obj, DummyScheduler) or is_scheduler(obj):
-        return "scheduler"
-    return None
 
 
 def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -114,6 +114,9 @@ class PreparedScheduler(LRScheduler):
         step: the run's; where it runs a batch in pieces, a tick of its own waits until the batch is committed.
     """
 
+    needs_optimizer: ClassVar[bool] = True
+    """Is a schedule of an optimizer that is not prepared an error?"""
+
     def __init__(
         self,
         scheduler: Any,
@@ -137,6 +140,14 @@ class PreparedScheduler(LRScheduler):
 
     def __repr__(self) -> str:
         return f"Prepared({self.scheduler!r})"
+
+    @staticmethod
+    def wraps(obj: Any) -> bool:
+        """Is it a schedule? Anything with step and state_dict that is not an optimizer or model counts as one."""
+        if isinstance(obj, LRScheduler):
+            return True
+        names = ("step", "state_dict", "load_state_dict")
+        return not isinstance(obj, type) and all(callable(getattr(obj, name, None)) for name in names)
 
     def _count(self) -> int:
         count = 0
@@ -227,13 +238,6 @@ def schedule_length(scheduler: Any) -> int | None:
         rest = schedule_length(children[-1])
         return None if rest is None else milestones[-1] + rest
     return None
-
-
-def is_scheduler(obj: Any) -> bool:
-    """Anything with step and state_dict that is not an optimizer or model counts as a schedule."""
-    if isinstance(obj, LRScheduler):
-        return True
-    return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 
 def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, num_processes: int) -> SchedulerStepRule:

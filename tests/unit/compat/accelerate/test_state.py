@@ -101,9 +101,7 @@ def test_a_gradient_state_reads_the_live_windows():
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     live = GradientState()
     assert live.initialized
-    assert live.plugin_kwargs == {
-        "num_steps": 2, "adjust_scheduler": False, "sync_with_dataloader": True, "sync_each_batch": False,
-    }  # fmt: skip
+    assert live.plugin_kwargs == {"num_steps": 2}
     seen = []
     for _ in range(4):
         with accelerator.accumulate(model):

@@ -87,7 +87,7 @@ def test_nothing_and_wrong_placements_are_refused():
     acc = Accelerator(cpu=True)
     with pytest.raises(PrepareError, match="got nothing"):
         acc.prepare()
-    with pytest.raises(PrepareError, match="2 entries for 1 objects"):
+    with pytest.raises(ConfigError, match="2 entries for 1 objects"):
         acc.prepare(nn.Linear(1, 1), device_placement=[True, False])
 
 

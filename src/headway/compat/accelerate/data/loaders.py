@@ -3,38 +3,134 @@
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from headway.compat.accelerate.state import PartialState
+from headway.compat.accelerate.state import GradientState, PartialState, remainder
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.rules import TorchRules
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
 from headway.training.run import AcceleratorRun
 
 
-class _Dispatching(type):
-    """Answers `isinstance`."""
+class _AcceleratesLoader(PreparedLoader):
+    """A prepared loader with the attributes of Accelerate's; scripts may build one, which shares nothing out.
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, PreparedLoader) and isinstance(instance._feed, DispatchFeed)
-
-
-class DataLoaderDispatcher(metaclass=_Dispatching):
-    """For `isinstance`: a prepared loader whose data rank 0 alone reads.
-
-    Raises:
-        UnsupportedError: when one is built; `prepare_data_loader(loader, dispatch_batches=True)` gives such a loader.
+    Args:
+        dataset, kwargs: for DataLoader.
+        device: where batches go; None: they stay.
+        rng_types, synchronized_generator: accepted; a loader built by hand synchronises no random streams.
+        skip_batches: how many are left out of its first pass.
+        use_stateful_dataloader: read by torchdata's loader.
+        _drop_last, _non_blocking, torch_device_mesh: accepted.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "DataLoaderDispatcher is for isinstance() only; prepare_data_loader(loader, dispatch_batches=True) gives such a loader"
+    _is_accelerate_prepared = True
+    rng_types: Any = ()
+    _dispatches = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Any = None,
+        synchronized_generator: Any = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        made = prepare_data_loader(
+            DataLoader(dataset, **kwargs),
+            device,
+            None if self._dispatches else 1,
+            None if self._dispatches else 0,
+            split_batches=bool(self._dispatches and kwargs.pop("split_batches", False)),
+            put_on_device=device is not None,
+            rng_types=(),
+            dispatch_batches=self._dispatches,
+            use_stateful_dataloader=use_stateful_dataloader,
         )
+        vars(self).update(vars(made), _num_skipped=skip_batches, rng_types=rng_types or [])
+
+    @classmethod
+    def of(cls, config: DataLoaderConfiguration, *parts: Any) -> "_AcceleratesLoader":
+        """The loader that `prepare` makes of the parts of a `PreparedLoader`."""
+        made = object.__new__(cls)
+        PreparedLoader.__init__(made, *parts)
+        made._config = config
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy reads the same share of a copy of the data, from the first epoch, and takes part in no run."""
+        return _prepared, (self._source, self._config, self._shard, self.device)
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The script's own."""
+        return self._source
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Is the batch in hand, or was the one last given, the last of its pass?"""
+        return self.is_last
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of the last round over all processes where that round is incomplete, else 0; -1: not known yet."""
+        return -1 if self.is_fresh or self.drop_last else remainder(self)
+
+    @property
+    def iteration(self) -> int:
+        """The number of the pass in progress; between two, of the next one; settable."""
+        return self.epoch
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.set_epoch(value)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The windows of the Accelerator created last."""
+        return GradientState()
+
+    @property
+    def skip_batches(self) -> int:
+        """How many are left out of the next pass."""
+        return self._num_skipped
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Does torchdata's loader read?"""
+        return type(self._feed.inner).__module__.startswith("torchdata.")
+
+
+class DataLoaderShard(_AcceleratesLoader):
+    """One whose ranks each read their own."""
+
+
+class DataLoaderDispatcher(_AcceleratesLoader):
+    """One of which Accelerate's main process reads for all."""
+
+    _dispatches = True
+
+
+class ShardRules(TorchRules):
+    """As torch's loaders, in the classes above."""
+
+    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
+        """A loader of Accelerate's kind: one that dispatches, or one that does not."""
+        is_stream = isinstance(parts[0].dataset, IterableDataset)
+        dispatches = isinstance(parts[1], DispatchFeed) or self.spreads(config, is_stream)
+        kind: type[_AcceleratesLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
+        return kind.of(config, *parts)
 
 
 def prepare_data_loader(
@@ -85,23 +181,37 @@ def prepare_data_loader(
             f"prepare_data_loader(dispatch_batches=True, num_processes={count}) on {state.num_processes} processes; leave "
             "num_processes and process_index out, or dispatch_batches"
         )
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking or None,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    return _prepared(dataloader, config, shard, (device or state.device) if put_on_device else None, rng_types)
+
+
+def _prepared(
+    dataloader: DataLoader[Any],
+    config: DataLoaderConfiguration,
+    shard: ShardIndex,
+    device: torch.device | None,
+    rng_types: Any = None,
+) -> PreparedLoader:
+    state = PartialState()
+    is_run = shard == ShardIndex(state.process_index, state.num_processes)
     windows = None if AcceleratorRun.latest is None else AcceleratorRun.latest.accumulation
     return prepare_loader(
         dataloader,
         shard=shard,
-        config=DataLoaderConfiguration(
-            split_batches=split_batches,
-            dispatch_batches=dispatch_batches,
-            even_batches=even_batches,
-            use_seedable_sampler=use_seedable_sampler,
-            data_seed=data_seed,
-            non_blocking=non_blocking or None,
-            use_stateful_dataloader=use_stateful_dataloader,
-        ),
-        device=(device or state.device) if put_on_device else None,
+        config=config,
+        device=device,
         collectives=Collectives(state.runtime) if is_run else None,
         events=LoaderEvents() if windows is None else LoaderEvents(active=windows.active),
-        seed=torch.initial_seed() if data_seed is None else data_seed,
+        seed=torch.initial_seed() if config.data_seed is None else config.data_seed,
         rng_types=("generator",) if rng_types is None else [str(each) for each in rng_types],
-        stream=LoaderStream(is_private=count > 1),
+        stream=LoaderStream(is_private=shard.count > 1),
+        rules=ShardRules(),
     )

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler
 
+from headway.compat.accelerate.data.loaders import ShardRules
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.order import SampleOrder, permutation
-from headway.data.sampling.rules import RandomSource, TorchRules
+from headway.data.sampling.rules import RandomSource
 
 
 class SeededShuffle:
@@ -58,7 +59,7 @@ class SeededShuffle:
         self._seed = state.get("shuffled_by", self._seed)
 
 
-class AccelerateRules(TorchRules):
+class AccelerateRules(ShardRules):
     """Orders, draws and ends of streams as Accelerate's loaders have them."""
 
     reads_ahead = True

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from headway.common.optional import require
 from headway.errors import ConfigError
 
 
@@ -244,22 +245,30 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset, kwargs: for DataLoader.
         skip_batches: how many are left out.
-        use_stateful_dataloader: must be False; give `skip_first_batches` a stateful loader.
-
-    Raises:
-        ConfigError: `use_stateful_dataloader`.
+        use_stateful_dataloader: read by torchdata's loader, whose state is this one's.
     """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        if use_stateful_dataloader:
-            raise ConfigError("SkipDataLoader(use_stateful_dataloader=True) is not served; use skip_first_batches")
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
+        self._reader: Any = None
+        if use_stateful_dataloader:
+            module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")
+            self._reader = module.StatefulDataLoader(dataset, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where torchdata's loader stands."""
+        return self._reader.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._reader.load_state_dict(state_dict)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return islice(super().__iter__(), self.skip_batches, None)
+        batches = super().__iter__() if self._reader is None else iter(self._reader)
+        return islice(batches, self.skip_batches, None)
 
     def __len__(self) -> int:
         return super().__len__() - self.skip_batches

@@ -26,7 +26,7 @@ _COMMANDS = {
 }
 """Command of `accelerate` -> what `headway` is given."""
 
-default_config_file = str(files.default_file(env.snapshot()))
+default_config_file = default_json_config_file = default_yaml_config_file = str(files.default_file(env.snapshot()))
 
 
 class LoadedConfig:
@@ -42,6 +42,48 @@ class LoadedConfig:
     def to_dict(self) -> dict[str, Any]:
         """All keys and their values."""
         return dict(self.__dict__)
+
+
+class ClusterConfig(LoadedConfig):
+    """The keys of a config file, by name; the first five in this order: compute_environment, distributed_type, mixed_precision,
+    use_cpu, debug.
+    """
+
+    def __init__(self, *first: Any, **values: Any) -> None:
+        names = ("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug")
+        given = {**_DEFAULTS, **dict(zip(names, first)), **values}
+        super().__init__({name: getattr(value, "value", value) for name, value in given.items()})
+
+
+_DEFAULTS = {
+    "num_processes": -1, "machine_rank": 0, "num_machines": 1, "rdzv_backend": "static", "same_network": False,
+    "main_training_function": "main", "enable_cpu_affinity": False, "downcast_bf16": False, "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+}  # fmt: skip
+_LEFT_OUT = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite the section `fsdp_config` of a config file by the keys of version 2; returns `config`.
+
+    Headway reads both versions: `headway config import`.
+    """
+    section = config.get("fsdp_config") or {}
+    if section and section.get("fsdp_version", 1) != 2:
+        kept = {name: value for name, value in section.items() if name not in _LEFT_OUT}
+        for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+            if name in kept:
+                word = kept.pop(name)
+                kept["fsdp_reshard_after_forward"] = _RESHARDS.get(word, word)
+        config["fsdp_config"] = {**kept, "fsdp_version": 2}
+    return config
 
 
 def load_config_from_file(config_file: str | None) -> LoadedConfig:

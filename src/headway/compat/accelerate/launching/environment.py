@@ -94,8 +94,9 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of "5GB", "10MiB" or a number (see `headway.common.text.parse_bytes`)."""
-    return parse_bytes(size)
+    """Bytes of "5GB", "10MiB" or a number (see `headway.common.text.parse_bytes`); of "5Gb", as a small b is a bit, an eighth."""
+    is_in_bits = isinstance(size, str) and size.endswith("b") and size[-2:-1].lower() in "kmg"
+    return parse_bytes(size) // (8 if is_in_bits else 1)
 
 
 def is_port_in_use(port: int | None = None) -> bool:

@@ -1,11 +1,11 @@
 """What scripts query about a model's parts: unsaved buffers, repeated blocks, layers that float8 leaves out, offloaded weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from headway.compat.accelerate.modules.align import align_module_device
+from headway.compat.accelerate.modules.align import align_module_device, has_offloaded_params
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -89,3 +89,97 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
     if missing - set(state):
         log.warning("left out, as they have no values: %s", ", ".join(sorted(missing - set(state))))
     return state
+
+
+def get_state_dict_from_offload(
+    module: torch.nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Put a module's weights into `state_dict` where that has their names; those of an offloaded one come to the device.
+
+    Args:
+        module: whose.
+        module_name: of one of its parameters.
+        state_dict: by full names; changed, and returned.
+        device_to_put_offload: where offloaded weights go.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        values = {f"{root}.{name}": value for name, value in module.state_dict().items()}
+    state_dict.update({name: value for name, value in values.items() if name in state_dict})
+    return state_dict
+
+
+def compute_module_total_buffer_size(model: torch.nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
+    """Bytes of all buffers.
+
+    Args:
+        model: whose.
+        dtype: those of floating point count as of this type; None: as they are.
+        special_dtypes: types by full names, which win.
+    """
+    special = special_dtypes or {}
+    wide = None if dtype is None else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    total = 0
+    for name, buffer in model.named_buffers():
+        own = buffer.dtype
+        kind = special.get(name) or (
+            wide if wide is not None and own.is_floating_point and wide.itemsize < own.itemsize else own
+        )
+        total += buffer.numel() * (getattr(torch, kind) if isinstance(kind, str) else kind).itemsize
+    return total
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, torch.nn.Module]],
+) -> tuple[int, list[str], list[torch.nn.Module]]:
+    """A module's bytes with those of the modules that share parameters with it, and the names and modules of these.
+
+    Args:
+        tied_params: the shared parameters of other modules.
+        module_size: its own bytes.
+        module_sizes: of modules and parameters by name.
+        modules_to_treat: where the others are among.
+    """
+    found = {}
+    for tied in tied_params:  # where Accelerate finds no module, it raises IndexError
+        item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
+        if item is not None:
+            found[tied] = item
+    more = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in found.items())
+    return module_size + more, [name for name, _ in found.values()], [module for _, module in found.values()]
+
+
+def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
+    """Where a module's first parameter is."""
+    return next(iter(parameter.parameters())).device
+
+
+def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
+    """Does a transformers model's configuration tie its embeddings?"""
+    config = getattr(model, "config", None)
+    ties = getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
+    return bool(ties and model.get_output_embeddings() is not None)  # type: ignore[operator]
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of tied parameters that a map puts on different devices."""
+    for names in tied_params:
+        places = {name: _place(name, device_map) for name in names}
+        if len(set(places.values())) > 1:
+            log.warning("tied parameters are on different devices: %s", places)
+
+
+def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def check_os_kernel() -> None:
+    """Nothing: what it warns of is Linux before 5.5, which torch does not run on."""

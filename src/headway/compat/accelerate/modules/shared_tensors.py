@@ -90,3 +90,47 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return find_batch_size(data)
     except (ValueError, TypeError):
         return None
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Tensors in nested lists, tuples and dicts on a device."""
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Is it on an XPU?"""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+def verify_operation(function: Any) -> Any:
+    """The function: every exchange is checked before it moves data."""
+    return function
+
+
+chained_operation = verify_operation
+
+_KINDS = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
+TENSOR_TYPE_TO_INT = {getattr(torch, kind): number for number, kind in enumerate(_KINDS.split(), 1)}
+TENSOR_INT_TO_DTYPE = {number: kind for kind, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors with zeros below, by Accelerate's rule, which may give more rows than `num_processes` divides.
+
+    Args:
+        tensor: or nested ones.
+        batch_size: their rows.
+        num_processes: among which they are to be shared.
+        dim: the dimension that is filled from the front.
+    """
+    each, rest = divmod(batch_size, num_processes)
+    more = num_processes - (each or batch_size)
+    if more < 1 and rest > more:
+        more = rest - more
+
+    def pad(given: torch.Tensor) -> torch.Tensor:
+        made = given.new_zeros([batch_size + more, *given.shape[1:]])
+        made.narrow(dim, 0, given.shape[dim]).copy_(given)
+        return made
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

@@ -5,39 +5,30 @@ from typing import Literal
 
 import headway
 from headway.compat.accelerate.served.names import AS_ACCELERATE, MODULES_AS_ACCELERATE, RENAMED, SERVED
-from headway.compat.accelerate.served.not_served import MEMBERS, NAMES
+from headway.compat.accelerate.served.not_served import NAMES, REFUSED
 
 Status = Literal["served", "differs", "not served", "unknown"]
 
 _LOADER = "for isinstance only; all prepared loaders are of one class"
 _TRACKER = "a missing package is an error, a failing tracker never stops training, a resumed run continues"
-_REFUSED = "can be created and inspected; the Accelerator refuses it and says what to use"
 _FACTS = "the value is Accelerate's; Headway's own checkpoints have other files"
 _SHARDED = "written by torch.distributed.checkpoint, whatever the plugin says"
 _TRACKERS = "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TensorBoardTracker WandBTracker"
 _FILES = "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME"
 DIFFERENT: dict[str, str] = {
     "Accelerator": "Headway's, with Accelerate's division of losses and float32 outputs; prepare() returns your own model",
-    "AcceleratedScheduler": "under gradient accumulation it ticks when an update happens; the log names the rule",
     "AcceleratorState": "a view of the Accelerator created last; megatron_lm_plugin is None",
     "DataLoaderAdapter": _LOADER,
-    "DataLoaderDispatcher": _LOADER,
-    "DataLoaderShard": _LOADER,
     "DataLoaderStateMixin": _LOADER,
     "DeepSpeedPlugin": "a value that contradicts the run is an error; zero3_init_flag and several plugins are not served",
     "DistributedOperationException": "raised on all ranks, and without debug mode",
     "DistributedType": "one process is NO, even under a launcher",
-    "FP8RecipeKwargs": f"{_REFUSED}; opt_level has a default, while Accelerate leaves it None",
     "FullyShardedDataParallelPlugin": "FSDP2 runs, whatever fsdp_version says",
-    "GradientState": "a view of the Accelerator created last; remainder is 0 if nothing was padded",
+    "GradientState": "a view of the Accelerator created last",
     "IterableDatasetShard": "epoch is 0 before set_epoch; in Accelerate it is missing, which raises AttributeError",
     "LocalSGD": "averages count each rank's samples",
-    "MSAMPRecipeKwargs": _REFUSED,
-    "MegatronLMPlugin": _REFUSED,
     "ParallelismConfig": "sp_size must be 1",
     "PartialState": "a view of this process; debug changes nothing, as every exchange is checked",
-    "SkipDataLoader": "use_stateful_dataloader is not served; skip_first_batches accepts a stateful loader",
-    "TERecipeKwargs": _REFUSED,
     "TorchDynamoPlugin": "models are compiled in place and remain the same objects",
     "check_cuda_p2p_ib_support": "does not query CUDA",
     "compile_regions": "compiles only repeated blocks, in place",
@@ -91,10 +82,10 @@ class Answer:
 
 def answer(name: str) -> Answer:
     """How `name`, a public name, a module ("utils.dataclasses") or a member ("Accelerator.step"), is served."""
-    kind, _, member = name.partition(".")
-    if kind == "Accelerator" and member:
-        why = MEMBERS.get(member)
-        return Answer(name, "served") if why is None else Answer(name, "not served", why)
+    if name in REFUSED:
+        return Answer(name, "not served", REFUSED[name])
+    if name.startswith("Accelerator."):
+        return Answer(name, "served")
     if name in DIFFERENT:
         return Answer(name, "differs", DIFFERENT[name])
     if name in AS_ACCELERATE or name in SERVED or name in RENAMED or name in headway.__all__:

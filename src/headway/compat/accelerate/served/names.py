@@ -92,6 +92,8 @@ Not among them: `accelerator` and `tracking`, which Headway has itself.
 _DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
+    "AcceleratedOptimizer": ("headway.compat.accelerate.prepared", "AcceleratedOptimizer"),
+    "AcceleratedScheduler": ("headway.compat.accelerate.prepared", "AcceleratedScheduler"),
     "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
     "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
     "find_executable_batch_size": ("headway.compat.accelerate.data.batch_sizes", "find_executable_batch_size"),
@@ -101,10 +103,20 @@ AS_ACCELERATE: dict[str, tuple[str, str]] = {
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
 _ONLY_THERE = """
-    accelerator commands commands.accelerate_cli commands.config commands.launch test_utils test_utils.testing
-    test_utils.training tracking
+    accelerator commands commands.accelerate_cli commands.config commands.config.cluster commands.config.config
+    commands.config.config_args commands.config.config_utils commands.config.default commands.config.sagemaker
+    commands.config.update commands.env commands.estimate commands.launch commands.menu commands.menu.cursor
+    commands.menu.helpers commands.menu.input commands.menu.keymap commands.menu.selection_menu commands.merge commands.test
+    commands.to_fsdp2 commands.tpu commands.utils test_utils test_utils.examples test_utils.scripts
+    test_utils.scripts.external_deps test_utils.testing test_utils.training tracking
 """
-MODULES_AS_ACCELERATE = MODULES | frozenset(_ONLY_THERE.split())
+_SCRIPTS = """
+    external_deps.test_checkpointing external_deps.test_ds_alst_ulysses_sp external_deps.test_ds_multiple_model
+    external_deps.test_metrics external_deps.test_peak_memory_usage external_deps.test_performance external_deps.test_pippy
+    external_deps.test_zero3_integration test_cli test_ddp_comm_hook test_distributed_data_loop test_merge_weights test_notebook
+    test_ops test_script test_sync
+"""
+MODULES_AS_ACCELERATE = MODULES | {*_ONLY_THERE.split(), *(f"test_utils.scripts.{name}" for name in _SCRIPTS.split())}
 """The modules of `accelerate` itself where Headway stands in for it."""
 
 
@@ -127,10 +139,10 @@ def find(name: str) -> Any:
 
 
 def find_as_accelerate(name: str) -> Any:
-    """What `accelerate.NAME` is where Headway stands in for Accelerate.
+    """What `accelerate.NAME` is where Headway stands in for Accelerate; of a name that is not served, a class that says so.
 
     Raises:
-        AttributeError: it is not served; the message says what to use.
+        AttributeError: Accelerate has no such name either.
     """
     if name in AS_ACCELERATE:
         place, own = AS_ACCELERATE[name]
@@ -138,7 +150,9 @@ def find_as_accelerate(name: str) -> Any:
     try:
         return getattr(import_module("headway"), name)
     except AttributeError as error:
-        told = str(error).replace(
-            "module 'headway' has no name", "module 'accelerate', served by Headway, has no attribute"
-        )
-        raise AttributeError(told, name=name) from None
+        from headway.compat.accelerate.served.not_served import advice, refused
+
+        sentence = advice(name)
+        if sentence is not None:
+            return refused(name, sentence)  # a script that only imports it runs
+        raise AttributeError(f"module 'accelerate', served by Headway, has no attribute {name!r}", name=name) from error

@@ -1,5 +1,10 @@
 """Public names of Accelerate that Headway does not serve, each with a sentence that says why and what to use instead."""
 
+from functools import cache
+from typing import NoReturn
+
+from headway.errors import NotServed
+
 _FSDP = (
     "sharded layouts need no calls of their own: `headway launch --strategy fsdp` or Accelerator(strategy='fsdp'), then prepare, "
     "save_state and save_model as usual (docs/layouts.md)"
@@ -48,9 +53,25 @@ _BUILT_IN = (
 )
 _COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks automatically"
 _NUMA = "start with `headway launch --enable_cpu_affinity`"
+_COMMAND = (
+    "it is a part of Accelerate's own commands; use `headway config`, `launch`, `estimate`, `merge`, `test` and `env`"
+)
 _CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"
 
 _BY_SENTENCE = {
+    _COMMAND: """
+        ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ARROW_KEY_FLAG BaseConfig BulletMenu CURSOR_TO_CHAR ConversionStatus
+        CustomArgumentGroup CustomArgumentParser CustomHelpFormatter DYNAMO_BACKENDS Direction KEYMAP KeyHandler
+        SubcommandHelpFormatter TERMINAL_WIDTH add_timm_hub_prefix check_has_model clean_lines clean_option clear_line
+        compare_against_test config_command config_command_parser create_ascii_table create_empty_model
+        deepspeed_launcher default_command_parser default_config_command env_command env_command_parser estimate_command
+        estimate_command_parser estimate_training_usage forceWrite gather_data get_character get_cluster_input get_config_parser
+        get_function_contents_by_name get_raw_chars get_sagemaker_input get_user_input hide hide_cursor linebreak load_config mark
+        mark_multiple merge_command merge_command_parser mocked_dataloaders mocked_dataloaders_for_autoregressive_models
+        move_cursor multi_gpu_launcher register reset_cursor sagemaker_launcher show_cursor simple_launcher test_command
+        test_command_parser to_fsdp2_command to_fsdp2_command_parser tpu_command_launcher tpu_command_parser tpu_launcher
+        tpu_pod_launcher update_command_parser update_config update_config_command verify_on_hub writeColor
+    """,
     _FSDP: """
         FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
         FSDP_PYTORCH_VERSION FSDP_STATE_DICT_TYPE disable_fsdp_ram_efficient_loading
@@ -171,6 +192,40 @@ MEMBERS: dict[str, str] = {
     "te_recipe_handler": _FP8_ENGINES,
 }
 """Member of Accelerate's Accelerator -> sentence."""
+
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
+        f"can be created, but the Accelerator refuses it: {_FP8_ENGINES}",
+    ),
+    "MegatronLMPlugin": f"can be created, but the Accelerator refuses it: {_MEGATRON}",
+    "Accelerator.deepspeed_ulysses_dl_adapter": _PARALLEL,
+    "Accelerator.lomo_backward": "it makes updates inside backward, where no window can act; use another optimizer",
+    "megatron_lm_plugin=": _MEGATRON,
+    "slice_fn_for_dispatch=": "dispatched batches are cut by rows; leave it out",
+    "ignored_modules=": "FSDP2 shards every module; leave it out, or freeze the modules' parameters",
+    "param_init_fn=": "models without values are initialised by their own reset_parameters; leave it out",
+}
+"""What is there under Accelerate's name and refused when it is used: names, members, and arguments of calls -> sentence."""
+
+
+class Refused(type):
+    """Classes that stand for what is not served: they can be imported and named, and say so when they are called or subclassed."""
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            NotServed: always; the message says what to use.
+        """
+        raise NotServed(cls.__doc__ or cls.__name__)
+
+
+@cache
+def refused(name: str, sentence: str) -> Refused:
+    """What stands for a name that is not served: the same object each time."""
+    return Refused(name, (), {"__doc__": sentence, "__module__": "accelerate"})
 
 
 def advice(name: str) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
-from headway.compat.accelerate.served.not_served import MEMBERS
+from headway.compat.accelerate.served.not_served import REFUSED
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class NameInScript:
 def uses(source: str | bytes) -> list[NameInScript]:
     """Every name of Accelerate that a source imports, or reads from an imported module, each once.
 
-    Members of the Accelerator are listed where they are not served and the object was made under a name of the script:
-    `accelerator = Accelerator(...)`.
+    Members of the Accelerator are listed where they are refused and the object was made under a name of the script:
+    `accelerator = Accelerator(...)`; and arguments, as "slice_fn_for_dispatch=", where no call takes them.
 
     Args:
         source: Python.
@@ -33,11 +33,11 @@ def uses(source: str | bytes) -> list[NameInScript]:
     Raises:
         SyntaxError: it is not.
     """
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     found: dict[str, int] = {}
     modules: dict[str, str] = {}  # name in the script -> module of Accelerate, "" for the package
     kinds: set[str] = set()  # what the script calls the class
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name, bound, module in _imported(node):
                 if module is not None:
@@ -46,16 +46,43 @@ def uses(source: str | bytes) -> list[NameInScript]:
                     found.setdefault(name, node.lineno)
                     if name == "Accelerator":
                         kinds.add(bound)
-    for node in ast.walk(tree):
+    if not modules and not kinds:
+        return _in_order(found)
+    for name, line in _read_names(nodes, modules, set(_objects(nodes, kinds, modules))):
+        found.setdefault(name, line)
+    return _in_order(found)
+
+
+def _read_names(nodes: list[ast.AST], modules: dict[str, str], objects: set[str]) -> Iterator[tuple[str, int]]:
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             read = _read(node, modules)
             if read is not None:
-                found.setdefault(read, node.lineno)
-    objects = set(_objects(tree, kinds, modules))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in MEMBERS and ast.unparse(node.value) in objects:
-            found.setdefault(f"Accelerator.{node.attr}", node.lineno)
+                yield read, node.lineno
+            member = f"Accelerator.{node.attr}"
+            if member in REFUSED and _dotted(node.value) in objects:
+                yield member, node.lineno
+        elif isinstance(node, ast.Call):
+            for argument in node.keywords:
+                if f"{argument.arg}=" in REFUSED and not _is_none(argument.value):
+                    yield f"{argument.arg}=", argument.value.lineno
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _in_order(found: dict[str, int]) -> list[NameInScript]:
     return sorted((NameInScript(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
+
+
+def _dotted(node: ast.expr) -> str:
+    """`self.accelerator` as text; empty for anything but names and attributes."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
@@ -98,8 +125,8 @@ def _read(node: ast.Attribute, modules: dict[str, str]) -> str | None:
     return None
 
 
-def _objects(tree: ast.AST, kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _objects(nodes: list[ast.AST], kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
+    for node in nodes:
         value = getattr(node, "value", None)
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(value, ast.Call):
             continue
@@ -107,4 +134,5 @@ def _objects(tree: ast.AST, kinds: set[str], modules: dict[str, str]) -> Iterato
         is_named = isinstance(made, ast.Name) and made.id in kinds
         if is_named or (isinstance(made, ast.Attribute) and _read(made, modules) == "Accelerator"):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                yield ast.unparse(target)
+                if name := _dotted(target):
+                    yield name

@@ -138,8 +138,8 @@ def test_what_skips():
         one, other = (kind.SkipDataLoader(list(range(10)), count, batch_size=3) for kind in (theirs, ours))
         assert [each.tolist() for each in other] == [each.tolist() for each in one]
         assert len(other) == len(one)
-    with pytest.raises(ValueError, match="use skip_first_batches"):
-        ours.SkipDataLoader([1], use_stateful_dataloader=True)
+        one, other = (kind.SkipDataLoader(list(range(10)), count, True, batch_size=3) for kind in (theirs, ours))
+        assert [each.tolist() for each in other] == [each.tolist() for each in one]
 
 
 def test_the_sampler_below():

@@ -1,0 +1,184 @@
+"""infer_auto_device_map by Accelerate's rule: devices in order, each filled as far as it goes, and never returned to.
+
+The first accelerator and the CPU keep room for the largest layer that is still to be placed. A module that does not fit is
+split, or the next device's turn comes. Headway's own maps (`headway.infer_auto_device_map`) put more on accelerators.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.compat.accelerate.modules.module_parts import get_module_size_with_ties
+from headway.log import get_logger
+from headway.offload.placement.budget import Device, get_max_memory
+from headway.offload.placement.device_map import clean_device_map
+from headway.offload.placement.sizes import Dtype, compute_module_sizes, find_tied_parameters, get_max_layer_size
+
+log = get_logger(__name__)
+
+Item = tuple[str, Any]
+"""A name, and a module or tensor."""
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Iterable[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Device]:
+    """Place the model's modules on devices, first devices first, as Accelerate does.
+
+    Args:
+        model: on any device, the meta device included.
+        max_memory: as of get_max_memory.
+        no_split_module_classes: class names of modules whose parts must lie on one device.
+        dtype: what the model will be loaded with.
+        special_dtypes: {tensor name: dtype} that come before `dtype`.
+        verbose: log each placement.
+        clean_result: one entry for a module that lies on one device as a whole.
+        offload_buffers: accepted: buffers change no map.
+        fallback_allocation: on a device that nothing was put on, put the first module that fits, wherever it stands.
+    """
+    whole = (
+        [no_split_module_classes] if isinstance(no_split_module_classes, str) else list(no_split_module_classes or ())
+    )
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    greedy = _Greedy(model, get_max_memory(max_memory), whole, sizes, fallback_allocation)
+    greedy.run()
+    if verbose:
+        log.info("device map: %s", greedy.placed)
+    return clean_device_map(greedy.placed) if clean_result else greedy.placed
+
+
+def _children(name: str, module: Any) -> list[Item]:
+    """What a module is split into: its own parameters, then its children."""
+    parts = [*module.named_parameters(recurse=False), *module.named_children()]
+    return [(f"{name}.{each}", value) for each, value in parts]
+
+
+class _Greedy:
+    def __init__(
+        self, model: nn.Module, budgets: dict[Device, int], whole: list[str], sizes: Mapping[str, int], falls_back: bool
+    ) -> None:
+        self.placed: dict[str, Device] = {}
+        self._sizes, self._whole, self._falls_back = sizes, whole, falls_back
+        self._tied = find_tied_parameters(model)
+        self._queue: list[Item] = [
+            *model.named_parameters(recurse=False),
+            *model.named_children(),
+            *model.named_buffers(recurse=False),
+        ]
+        accelerators = [each for each in budgets if each not in ("cpu", "disk")]
+        first = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
+        self._keeps_room = set(first)
+        self._devices: list[Device] = [*budgets, *(() if "disk" in budgets else ("disk",))]
+        self._limits: dict[Device, int | None] = {**budgets, "disk": None}
+        self._used: dict[Device, int] = dict.fromkeys(self._devices, 0)
+        self._measure()
+
+    def _measure(self) -> None:
+        """The largest layer that is still to be placed."""
+        modules = [(name, each) for name, each in self._queue if isinstance(each, nn.Module)]
+        self._room, self._largest = get_max_layer_size(modules, dict(self._sizes), self._whole)
+
+    def run(self) -> None:
+        """Place everything."""
+        while self._queue:
+            name, module = self._queue.pop(0)
+            self._largest = [each for each in self._largest if each != name and not each.startswith(f"{name}.")]
+            if not self._largest:
+                self._measure()
+            self._treat(name, module)
+
+    def _treat(self, name: str, module: Any) -> None:
+        device = self._devices[0]
+        room = self._room if device in self._keeps_room else 0
+        limit = self._limits[device]
+        free = None if limit is None else limit - room - self._used[device]
+        ties = self._ties(name)
+        size, names, partners = get_module_size_with_ties(ties, self._sizes[name], self._sizes, self._queue)
+        if free is None or size <= free:
+            self._put(name, names, size, device)
+        elif not (
+            (ties and self._sizes[name] <= free and self._split_partner(name, module, names, partners))
+            or (self._sizes[name] >= free and self._split(name, module))
+            or self._fall_back(name, module, size, device)
+        ):
+            self._used[device] += room
+            self._devices.pop(0)
+            self._queue.insert(0, (name, module))
+
+    def _ties(self, name: str) -> list[str]:
+        """The tensors outside that are those of tensors inside."""
+        found = []
+        for group in self._tied:
+            outside = [each for each in group if f"{name}." not in f"{each}."]
+            if outside and len(outside) < len(group):
+                found += outside
+        return found
+
+    def _put(self, name: str, partners: list[str], size: int, device: Device) -> None:
+        self._used[device] += size
+        for each in (name, *partners):
+            self.placed[each] = device
+        self._queue = [item for item in self._queue if item[0] not in partners]
+
+    def _is_whole(self, module: Any) -> bool:
+        is_leaf = isinstance(module, torch.Tensor) or not list(module.named_children())
+        return is_leaf or type(module).__name__ in self._whole
+
+    def _split(self, name: str, module: Any) -> bool:
+        if self._is_whole(module):
+            return False
+        self._queue = [*_children(name, module), *self._queue]
+        self._measure()
+        return True
+
+    def _split_partner(self, name: str, module: Any, names: list[str], partners: list[nn.Module]) -> bool:
+        for other, partner in zip(names, partners):
+            if not self._is_whole(partner):
+                at = next(index for index, item in enumerate(self._queue) if item[0] == other)
+                rest = [*self._queue[:at], *_children(other, partner), *self._queue[at + 1 :]]
+                self._queue = [(name, module), *rest]
+                self._measure()
+                return True
+        return False
+
+    def _fall_back(self, name: str, module: Any, size: int, device: Device) -> bool:
+        limit = self._limits[device]
+        if not self._falls_back or self._used[device] or limit is None:
+            return False
+        # What is in hand is not among those that are searched.
+        spare = limit - max(self._room, size)
+        found = self._first_that_fits(spare) if spare >= 0 else None
+        if found is None:
+            return False
+        for parent in _parents(found):
+            at = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
+            if at is not None:
+                self._queue[at : at + 1] = _children(parent, self._queue[at][1])
+        at = next(index for index, item in enumerate(self._queue) if item[0] == found)
+        self._queue = [self._queue.pop(at), (name, module), *self._queue]
+        return True
+
+    def _first_that_fits(self, limit: int) -> str | None:
+        search = list(self._queue)
+        while search:
+            name, module = search.pop(0)
+            if get_module_size_with_ties(self._ties(name), self._sizes[name], self._sizes, search)[0] <= limit:
+                return name
+            if not self._is_whole(module):
+                search = [*_children(name, module), *search]
+        return None
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]

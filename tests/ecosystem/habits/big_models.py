@@ -1,0 +1,303 @@
+"""Device maps, hooks and loading by parts."""
+
+import os
+
+import torch
+from accelerate import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import modeling
+
+
+class _Blocks(torch.nn.Module):
+    def __init__(self, count=4, width=8, tied=False):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = torch.nn.Linear(width, width, bias=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.head = torch.nn.Linear(width, width, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        """One after the other."""
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _enter_own_folder():
+    folder = f"own{os.environ.get('RANK', '0')}"
+    os.mkdir(folder)
+    os.chdir(folder)
+
+
+def a_map_that_fits():
+    """All of it."""
+    return infer_auto_device_map(_Blocks(), max_memory={0: 10000, "cpu": 10000})
+
+
+def a_map_over_two():
+    """Two accelerators and the host."""
+    return infer_auto_device_map(_Blocks(), max_memory={0: 900, 1: 900, "cpu": 10000})
+
+
+def a_map_to_the_disk():
+    """Little of everything."""
+    return infer_auto_device_map(_Blocks(), max_memory={0: 600, "cpu": 600, "disk": 10**6})
+
+
+def a_map_without_splitting():
+    """no_split_module_classes."""
+    return infer_auto_device_map(
+        _Blocks(), max_memory={0: 700, 1: 700, "cpu": 10000}, no_split_module_classes=["Linear"]
+    )
+
+
+def a_map_of_tied_weights():
+    """The head is the embedding."""
+    return infer_auto_device_map(_Blocks(tied=True), max_memory={0: 900, 1: 900, "cpu": 10000})
+
+
+def a_map_with_buffers():
+    """offload_buffers=True."""
+    return infer_auto_device_map(_Blocks(), max_memory={0: 700, "cpu": 10000}, offload_buffers=True)
+
+
+def a_map_by_fallback():
+    """fallback_allocation=True."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return infer_auto_device_map(net, max_memory={0: 200, "cpu": 10**6}, fallback_allocation=True)
+
+
+def a_map_of_half_precision():
+    """dtype=float16."""
+    return infer_auto_device_map(_Blocks(), max_memory={0: 900, "cpu": 10000}, dtype=torch.float16)
+
+
+def a_map_that_is_not_cleaned():
+    """clean_result=False."""
+    return infer_auto_device_map(_Blocks(2), max_memory={0: 700, "cpu": 10000}, clean_result=False)
+
+
+def balanced_memory():
+    """get_balanced_memory without an accelerator."""
+    return modeling.get_balanced_memory(_Blocks(), {0: 900, 1: 900, "cpu": 10000})
+
+
+def sizes_of_modules():
+    """compute_module_sizes."""
+    return modeling.compute_module_sizes(_Blocks(2))
+
+
+def size_of_the_largest():
+    """get_max_layer_size."""
+    net = _Blocks(2)
+    return modeling.get_max_layer_size(list(net.named_children()), modeling.compute_module_sizes(net), [])
+
+
+def tied_parameters():
+    """find_tied_parameters."""
+    return [sorted(each) for each in modeling.find_tied_parameters(_Blocks(tied=True))]
+
+
+def checking_a_map():
+    """check_device_map tells what is missing."""
+    try:
+        modeling.check_device_map(_Blocks(), {"embed": 0})
+    except ValueError as error:
+        return "layers" in str(error) and "does not" in str(error)
+
+
+def cleaning_a_map():
+    """clean_device_map."""
+    return modeling.clean_device_map({"a.0": 0, "a.1": 0, "b": 1})
+
+
+def setting_a_tensor():
+    """set_module_tensor_to_device."""
+    net = _Blocks(1)
+    modeling.set_module_tensor_to_device(net, "embed.weight", "cpu", value=torch.zeros(8, 8))
+    modeling.set_module_tensor_to_device(net, "head.weight", "meta")
+    return net.embed.weight.sum().item(), str(net.head.weight.device)
+
+
+def tensors_by_name():
+    """named_module_tensors."""
+    return [name for name, _ in modeling.named_module_tensors(_Blocks(1), recurse=True)], [
+        name for name, _ in modeling.named_module_tensors(_Blocks(1), include_buffers=False, recurse=True)
+    ]
+
+
+def empty():
+    """init_empty_weights."""
+    with init_empty_weights():
+        net = torch.nn.BatchNorm1d(3)
+    with init_empty_weights(include_buffers=True):
+        other = torch.nn.BatchNorm1d(3)
+    return str(net.weight.device), str(net.running_mean.device), str(other.running_mean.device)
+
+
+def on_a_device():
+    """init_on_device."""
+    with init_on_device(torch.device("meta")):
+        return str(torch.nn.Linear(2, 2).weight.device)
+
+
+def loading_a_file():
+    """load_checkpoint_in_model from one file."""
+    _enter_own_folder()
+    net = _Blocks()
+    torch.save(net.state_dict(), "weights.bin")
+    other = _Blocks()
+    torch.nn.init.zeros_(other.embed.weight)
+    load_checkpoint_in_model(other, "weights.bin")
+    return torch.equal(net.embed.weight, other.embed.weight)
+
+
+def loading_an_index():
+    """From the index of a sharded save."""
+    _enter_own_folder()
+    import json
+
+    net = _Blocks(2)
+    state = net.state_dict()
+    names = list(state)
+    parts = {"one.bin": names[:3], "two.bin": names[3:]}
+    for file, own in parts.items():
+        torch.save({name: state[name] for name in own}, file)
+    with open("pytorch_model.bin.index.json", "w") as out:
+        json.dump({"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}, out)
+    other = _Blocks(2)
+    for parameter in other.parameters():
+        torch.nn.init.zeros_(parameter)
+    load_checkpoint_in_model(other, "pytorch_model.bin.index.json")
+    first = torch.equal(net.embed.weight, other.embed.weight)
+    with init_empty_weights():
+        third = _Blocks(2)
+    load_checkpoint_in_model(third, "pytorch_model.bin.index.json", device_map={"": "cpu"})
+    return first, torch.equal(net.head.weight, third.head.weight)
+
+
+def loading_and_dispatching():
+    """Partly to the disk."""
+    _enter_own_folder()
+    net = _Blocks(2).eval()
+    torch.save(net.state_dict(), "pytorch_model.bin")
+    with init_empty_weights():
+        other = _Blocks(2)
+    other = load_checkpoint_and_dispatch(
+        other, ".", device_map={"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}, offload_folder="off"
+    ).eval()
+    x = torch.ones(2, 8)
+    return torch.equal(net(x), other(x)), {str(key): str(value) for key, value in other.hf_device_map.items()}
+
+
+def dispatched():
+    """dispatch_model with a layer on the disk."""
+    _enter_own_folder()
+    net = _Blocks(2).eval()
+    x = torch.ones(2, 8)
+    before = net(x)
+    made = dispatch_model(
+        net, {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "norm": "cpu", "head": "cpu"}, offload_dir="off"
+    )
+    return torch.equal(before, made(x)), hasattr(made.layers[0], "_hf_hook"), type(made.layers[0]._hf_hook).__name__
+
+
+def counting_what_is_on_meta():
+    """Scripts count offloaded weights so."""
+    _enter_own_folder()
+    net = _Blocks(2)
+    made = dispatch_model(net, {"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}, offload_dir="off")
+    return sum(each.device.type == "meta" for each in made.parameters())
+
+
+def offloaded():
+    """cpu_offload."""
+    net = _Blocks(1).eval()
+    x = torch.ones(2, 8)
+    before = net(x)
+    cpu_offload(net, torch.device("cpu"))
+    return torch.equal(before, net(x)), str(net.embed.weight.device)
+
+
+def offloaded_with_a_hook():
+    """cpu_offload_with_hook."""
+    net, hook = cpu_offload_with_hook(_Blocks(1).eval(), torch.device("cpu"))
+    net(torch.ones(2, 8))
+    hook.offload()
+    hook.remove()
+    return hasattr(net, "_hf_hook")
+
+
+def hooked():
+    """add_hook_to_module, append, and remove."""
+    seen = []
+
+    class Noting(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append("before")
+            return args, kwargs
+
+        def post_forward(self, module, output):
+            seen.append("after")
+            return output * 2
+
+    net = torch.nn.Identity()
+    add_hook_to_module(net, Noting())
+    first = net(torch.ones(1)).item()
+    add_hook_to_module(net, Noting(), append=True)
+    kind, second = type(net._hf_hook).__name__, net(torch.ones(1)).item()
+    remove_hook_from_module(net)
+    return first, kind, second, net(torch.ones(1)).item(), seen, hasattr(net, "_old_forward")
+
+
+def hooks_in_sequence():
+    """SequentialHook and AlignDevicesHook."""
+    net = torch.nn.Linear(2, 2)
+    add_hook_to_module(net, SequentialHook(AlignDevicesHook(execution_device="cpu"), ModelHook()))
+    return list(net(torch.ones(1, 2)).shape), len(net._hf_hook.hooks)
+
+
+def tied_sizes():
+    """get_module_size_with_ties and compute_module_total_buffer_size."""
+    from accelerate.utils.modeling import compute_module_total_buffer_size
+
+    return compute_module_total_buffer_size(_Blocks(1))
+
+
+def state_of_offloaded():
+    """get_state_dict_offloaded_model."""
+    _enter_own_folder()
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    net = _Blocks(1)
+    made = dispatch_model(net, {"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}, offload_dir="off")
+    found = get_state_dict_offloaded_model(made)
+    return sorted(found), {str(each.device) for each in found.values()} == {"cpu"}
+
+
+def offloading_a_state_dict():
+    """offload_state_dict and OffloadedWeightsLoader."""
+    _enter_own_folder()
+    from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+
+    offload_state_dict("off", {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.bfloat16)})
+    weights = OffloadedWeightsLoader(save_folder="off")
+    return sorted(weights), weights["a"].tolist(), str(weights["b"].dtype), len(weights)
+
+
+def maximum_memory():
+    """get_max_memory converts words."""
+    return modeling.get_max_memory({0: "1MB", "cpu": "2MiB"})

@@ -1,0 +1,171 @@
+"""Settings of engines and layouts."""
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig, TorchDynamoPlugin
+
+
+def sharding_by_default():
+    """FullyShardedDataParallelPlugin()."""
+    made = FullyShardedDataParallelPlugin()
+    names = """
+        fsdp_version sharding_strategy backward_prefetch cpu_offload state_dict_type limit_all_gathers use_orig_params
+        sync_module_states forward_prefetch activation_checkpointing cpu_ram_efficient_loading transformer_cls_names_to_wrap
+        min_num_params reshard_after_forward
+    """
+    return {name: str(getattr(made, name)) for name in names.split()}
+
+
+def sharding_of_version_two():
+    """fsdp_version=2."""
+    made = FullyShardedDataParallelPlugin(fsdp_version=2)
+    return {
+        name: str(getattr(made, name))
+        for name in ("fsdp_version", "reshard_after_forward", "state_dict_type", "sharding_strategy", "cpu_offload")
+    }
+
+
+def sharding_by_words():
+    """Words become torch's members."""
+    made = FullyShardedDataParallelPlugin(
+        sharding_strategy="SHARD_GRAD_OP",
+        backward_prefetch="BACKWARD_PRE",
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_offload=True,
+    )
+    return [
+        str(getattr(made, name))
+        for name in ("sharding_strategy", "backward_prefetch", "state_dict_type", "cpu_offload")
+    ]
+
+
+def sharding_by_the_environment():
+    """FSDP_*."""
+    os.environ.update(
+        FSDP_VERSION="2",
+        FSDP_OFFLOAD_PARAMS="true",
+        FSDP_ACTIVATION_CHECKPOINTING="true",
+        FSDP_RESHARD_AFTER_FORWARD="false",
+    )
+    made = FullyShardedDataParallelPlugin()
+    return [
+        str(getattr(made, name))
+        for name in ("fsdp_version", "activation_checkpointing", "reshard_after_forward", "cpu_offload")
+    ]
+
+
+def sharding_set_afterwards():
+    """set_state_dict_type, set_mixed_precision."""
+    made = FullyShardedDataParallelPlugin()
+    made.set_state_dict_type("FULL_STATE_DICT")
+    made.set_mixed_precision("bf16")
+    return str(made.state_dict_type), str(made.mixed_precision_policy.param_dtype)
+
+
+def axes_by_the_environment():
+    """PARALLELISM_CONFIG_*."""
+    os.environ.update(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_TP_SIZE="2")
+    made = ParallelismConfig()
+    return made.dp_shard_size, made.tp_size, made.cp_size, made.dp_replicate_size, made.total_size
+
+
+def axes():
+    """Properties of a layout."""
+    made = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
+    return [
+        made.total_size,
+        made.non_data_parallel_size,
+        made.data_parallel_size,
+        made.dp_replicate_enabled,
+        made.tp_enabled,
+        made.cp_enabled,
+        made.dp_dim_names,
+        made.non_dp_dim_names,
+        made.dp_shard_cp_dim_names,
+        made.fsdp_dim_names,
+        made.active_mesh_dims,
+    ]
+
+
+def no_axes():
+    """ParallelismConfig()."""
+    made = ParallelismConfig()
+    return [made.total_size, made.dp_shard_enabled, made.cp_backend, made.sp_backend, made.active_mesh_dims]
+
+
+def building_a_mesh():
+    """build_device_mesh and get_mesh."""
+    made = ParallelismConfig(dp_shard_size=1)
+    return callable(made.build_device_mesh), callable(made.get_device_mesh), made._get_mesh()
+
+
+def compiling():
+    """TorchDynamoPlugin."""
+    made = TorchDynamoPlugin(backend="eager", mode="default")
+    return made.to_kwargs(), str(made.backend), TorchDynamoPlugin().disable
+
+
+def compiling_at_prepare():
+    """dynamo_backend."""
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    net = accelerator.prepare(torch.nn.Linear(2, 1))
+    return list(net(torch.ones(1, 2)).shape), type(accelerator.unwrap_model(net, keep_torch_compile=False)).__name__
+
+
+def deepspeed_settings():
+    """A plugin can be made where the engine is not."""
+    try:
+        made = DeepSpeedPlugin(zero_stage=2)
+    except Exception as error:
+        return type(error).__name__
+    return made.zero_stage
+
+
+def megatron_settings():
+    """MegatronLMPlugin."""
+    from accelerate.utils import MegatronLMPlugin
+
+    made = MegatronLMPlugin(tp_degree=1)
+    return made.tp_degree, made.pp_degree, made.gradient_clipping
+
+
+def commands():
+    """Config classes."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    made = ClusterConfig(
+        compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="no", use_cpu=True, debug=False
+    )
+    return made.to_dict()["distributed_type"]
+
+
+def launcher_names():
+    """They can be imported."""
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    return prepare_simple_launcher_cmd_env.__name__, prepare_multi_gpu_env.__name__
+
+
+def to_fsdp2():
+    """accelerate.commands.to_fsdp2."""
+    from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+
+    return convert_config_to_fsdp2(
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_use_orig_params": True,
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+            },
+        }
+    )
+
+
+def megatron_names():
+    """Dummies can be imported."""
+    from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+
+    return MegatronLMDummyDataLoader.__name__, MegatronLMDummyScheduler.__name__

@@ -1,0 +1,33 @@
+"""Habits of scripts give what they give with Accelerate 1.15, or what docs/accelerate_name.md says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ecosystem.habits import record
+
+pytestmark = pytest.mark.slow
+
+RECORDED = json.loads(record.RECORDED.read_text())
+DIFFERENT = json.loads((record.FOLDER / "different.json").read_text())
+"""Habits that give something else, and a piece of the row of docs/accelerate_name.md that says so."""
+PAGE = (Path(__file__).parents[2] / "docs" / "accelerate_name.md").read_text()
+
+
+@pytest.mark.parametrize("world_size", record.WORLDS)
+@pytest.mark.parametrize("name", list(record.names()))
+def test_a_habit(name, world_size):
+    theirs, ours = RECORDED[f"{name} on {world_size}"], record.run("headway", name, world_size)
+    if name in DIFFERENT:
+        assert DIFFERENT[name] in PAGE
+        assert "no end" not in ours
+    else:
+        assert record.same(theirs, ours), f"Accelerate gave {theirs}, Headway {ours}"
+
+
+def test_there_is_a_record_of_each_habit():
+    names = set(record.names())
+    assert {f"{name} on {world_size}" for name in names for world_size in record.WORLDS} == set(RECORDED)
+    assert set(DIFFERENT) <= names
+    assert len(names) > 250
