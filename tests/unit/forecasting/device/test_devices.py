@@ -1,3 +1,9 @@
+"""Names of cards."""
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.forecasting.device.devices import find
 
 
 @pytest.mark.parametrize(
