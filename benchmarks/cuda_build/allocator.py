@@ -196,7 +196,9 @@ def real(case: Case) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](learning)
-    LOOPS[case.loop](Run(case, model, optimizer, torch.amp.GradScaler("cuda", enabled=case.precision == "fp16")))
+    LOOPS[case.loop](
+        Run(case, model, optimizer, torch.amp.GradScaler("cuda", init_scale=1.0, enabled=case.precision == "fp16"))
+    )
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
