@@ -239,7 +239,6 @@ MODELS = {
         tokens(48),
         2,
         False,
-        True,
     ),
     "U-Net": Model(
         lambda: WithLoss(UNet(), nn.functional.mse_loss), pairs((3, 128, 128), (3, 128, 128)), 2, False, True
