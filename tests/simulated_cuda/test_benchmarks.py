@@ -33,3 +33,23 @@ def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
         assert replayed["value"] == rows[f"{case}: allocator"]["value"]
         assert replayed["beside"] == replayed["value"]
         assert rows[f"{case}: tensors"]["holds"]
+
+
+def test_models_beside_torchs_allocator() -> None:
+    """Hand-written loops of models that no other test uses; one kind of device stands for the table's six."""
+    pytest.importorskip("simulated_cuda")
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cuda_build.allocator", "h100", "0"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SIMULATED_CUDA": "h100", "SIMULATED_CUDA_VALUES": "0", "SIMULATED_CUDA_MIB": "200000"},
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+    told = [(case["model"], found) for case, found in rows if "error" not in found]
+    assert len(told) >= 14
+    for model, found in told:
+        (allocated, reserved), (wanted, _, most) = found["real"], found["forecast"]
+        assert wanted == pytest.approx(allocated, rel=0.01), model
+        assert most >= reserved, model
