@@ -21,7 +21,7 @@ CASES = (
     Case("Qwen2", "h100"),
     Case("BERT", "a100-80gb", "fp16", loop="zero_grad_before_backward"),
     Case("DistilBERT", "t4"),
-    Case("T5", "rtx-4090", "bf16", loop="loss_function"),
+    Case("T5", "a100-80gb", "bf16", loop="loss_function"),
     Case("BART", "rtx-3090", accumulation=2),
     Case("MLP-Mixer", "b200", "bf16"),
     Case("nn.Transformer", "h100"),
