@@ -136,6 +136,7 @@ def forecast(model: str, setting: Setting, batch: int = BATCH) -> int:
     found = headway.forecast(
         case.make, case.batch, batch_size=batch, loss=case.loss, device="cpu", precision=setting.precision,
         accumulation=setting.accumulation, strategy=setting.strategy, ranks=setting.ranks, kwargs_handlers=setting.of(model),
+        loop="loss_function",
     )  # fmt: skip
     return found.allocated
 

@@ -72,7 +72,13 @@ def search(name: str, start: str) -> dict[str, Any]:
         model = case.make()
         optimizer = torch.optim.AdamW(model.parameters())
         found = accelerator.forecast(
-            model, case.batch(8), optimizer=optimizer, loss=case.loss, batch_fn=case.batch, largest=True
+            model,
+            case.batch(8),
+            optimizer=optimizer,
+            loss=case.loss,
+            batch_fn=case.batch,
+            largest=True,
+            loop="loss_function",
         )
         first, took, held = max(1, found.largest_batch or 0), found.seconds, _peak_rss() - before
         del model, optimizer
