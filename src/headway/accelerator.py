@@ -48,9 +48,9 @@ from headway.config.run import (
     windows,
 )
 from headway.config.values import known_keywords
+from headway.data.build import skip_first_batches
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.rules import LoadingRules, TorchRules
-from headway.data.skip import skip_first_batches
+from headway.data.sampling.order import LoadingRules, TorchRules
 from headway.errors import StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.launch import watch

@@ -1,4 +1,4 @@
-"""From a user's DataLoader to the prepared one: what kind of data it reads, and how that is shared out."""
+"""From a user's DataLoader to the prepared one: what kind of data it reads, and how that is shared out; beginning in mid-epoch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,11 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
-from headway.data.feeds.sharded import SharedRounds, is_shardable
-from headway.data.feeds.stream import OwnShards, StreamFeed
+from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import BaseSeed, LoaderStream
-from headway.data.sampling.order import SampleOrder
+from headway.data.sampling.order import LoadingRules, RandomSource, SampleOrder, TorchRules
 from headway.data.sampling.rng import Agree
-from headway.data.sampling.rules import LoadingRules, RandomSource, TorchRules
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
@@ -294,3 +292,33 @@ def _check_split(loader: DataLoader[Any], count: int) -> None:
             f"even; use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
             "split_batches=False with the batch size of one process"
         )
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """A loader whose next pass begins at batch `num_batches`; later passes are whole.
+
+    Samples of a map-style dataset that are skipped are never fetched, whatever their number; those of an iterable
+    dataset are read, not collated.
+
+    Args:
+        dataloader: a prepared loader, or a plain DataLoader, whose shuffled order stays what torch's random state
+            makes it.
+        num_batches: batches of one rank to skip.
+
+    Raises:
+        DataError: the number is negative, or this is not a DataLoader.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")
+    if not isinstance(dataloader, PreparedLoader):
+        config = DataLoaderConfiguration(use_seedable_sampler=False)
+        dataloader = prepare_loader(
+            dataloader,
+            shard=ShardIndex(0, 1),
+            config=config,
+            device=None,
+            collectives=None,
+            events=LoaderEvents(),
+            seed=torch.initial_seed(),
+        )
+    return dataloader.skip(num_batches)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.data.feeds.feed import UNCOUNTABLE, BatchFeed, Delivery, State
-from headway.data.feeds.sharded import compact
+from headway.data.feeds.stream import compact
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError
 from headway.runtime.collectives.checked import Collectives

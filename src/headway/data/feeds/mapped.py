@@ -9,13 +9,18 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
-from headway.data.feeds.worker import Seeded, SeededIndices, is_read_one_by_one
-from headway.data.feeds.worker_state import ResumedIndices, WorkerRNGStates, WorkerStateCollate
-from headway.data.rebuild import rebuild
+from headway.data.feeds.worker import (
+    ResumedIndices,
+    Seeded,
+    SeededIndices,
+    WorkerRNGStates,
+    WorkerStateCollate,
+    is_read_one_by_one,
+    rebuild,
+)
 from headway.data.sampling.draws import BaseSeed
 from headway.data.sampling.order import SampleOrder
-from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, mark_last
-from headway.data.sampling.windows import WindowSplit
+from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, WindowSplit, mark_last
 from headway.errors import DataError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives

@@ -13,7 +13,7 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.rules import LoadingRules, TorchRules
+from headway.data.sampling.order import LoadingRules, TorchRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt

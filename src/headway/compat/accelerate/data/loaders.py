@@ -11,7 +11,7 @@ from headway.data.build import prepare_loader
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.order import TorchRules
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives

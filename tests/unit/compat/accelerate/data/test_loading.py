@@ -9,8 +9,7 @@ from headway.compat.accelerate.data.loading import AccelerateRules, SeededShuffl
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents
-from headway.data.sampling.order import SamplerOrder
-from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.order import SamplerOrder, TorchRules
 from headway.data.sampling.shard import ShardIndex
 from tests.unit.data.fakes import Numbers, Stream, on_ranks
 
