@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -196,7 +196,9 @@ def real(case: Case) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats()
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](learning)
-    LOOPS[case.loop](Run(case, model, optimizer, torch.amp.GradScaler("cuda", enabled=case.precision == "fp16")))
+    LOOPS[case.loop](
+        Run(case, model, optimizer, torch.amp.GradScaler("cuda", init_scale=1.0, enabled=case.precision == "fp16"))
+    )
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
@@ -227,22 +229,23 @@ def of_device(device: str, with_values: bool) -> None:
 
 def table() -> None:
     """Run all cases and print the table and its summary."""
-    print(
-        "| "
-        + " | ".join(field.name for field in fields(Case))
-        + " | allocated | forecast | | reserved | forecast | | `most` covers |"
-    )
-    print("|---" * (len(fields(Case)) + 7) + "|")
+    heads = [
+        *(each.name for each in fields(Case)),
+        "allocated",
+        "forecast",
+        "",
+        "reserved",
+        "forecast",
+        "",
+        "`most` covers",
+    ]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
     errors: list[tuple[float, float]] = []
     above = 0
-    for device in KINDS:
-        environment = {
-            **os.environ,
-            "SIMULATED_CUDA": device,
-            "SIMULATED_CUDA_VALUES": "0",
-            "SIMULATED_CUDA_MIB": "200000",
-        }
-        command = [sys.executable, "-m", __spec__.name if __spec__ else __file__, device]
+    for device, values in product(KINDS, "01"):
+        simulated = {"SIMULATED_CUDA": device, "SIMULATED_CUDA_VALUES": values, "SIMULATED_CUDA_MIB": "200000"}
+        command = [sys.executable, "-m", "benchmarks.cuda_build.allocator", device, values]
+        environment = {**os.environ, **simulated}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ran.returncode:
             print(ran.stderr[-2000:], file=sys.stderr)

@@ -193,12 +193,7 @@ def look_up(name: str) -> Device | None:
 def _of_product(text: str) -> str:
     """The longest name of the table that is part of a product's; "" where none is."""
     words = set(re.findall(r"[a-z0-9]+", text))
-    fitting = [name for name in DEVICES if set(name.split("-")) <= words]
-    if not fitting:  # of a card with one size of memory in the table, or the smallest
-        fitting = [
-            name for name in DEVICES if name.split("-")[0] in words and name.split("-")[0] not in ("rtx", "cpu")
-        ][:1]
-    return max(fitting, key=len, default="")
+    return max((name for name in DEVICES if set(name.split("-")) <= words), key=len, default="")
 
 
 def _of_memory(text: str) -> Device | None:

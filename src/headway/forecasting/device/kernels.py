@@ -104,7 +104,27 @@ def _before_reduction(args: tuple[Any, ...]) -> list[int]:
     return [args[0].nbytes] if len(args) < 3 or args[2] else []
 
 
+def _masks(args: tuple[Any, ...]) -> list[int]:
+    """The indices that masks of bools become: found, and then one by one for each dimension."""
+    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
+
+
+def _ctc_backward(args: tuple[Any, ...]) -> list[int]:
+    """What forward has kept, once more from the other end, and probabilities in its order."""
+    return [args[6].nbytes, args[1].nbytes]
+
+
+_BY_VALUES: dict[str, Sizes] = {
+    "aten::index": _masks,
+    "aten::index_put": _masks,
+    "aten::index_put_": _masks,
+    "aten::_index_put_impl_": _masks,
+    "aten::_ctc_loss_backward": _ctc_backward,
+}
+
 SCRATCH_OF_CPU: dict[str, Sizes] = {
+    **_BY_VALUES,
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
     "c10d::_allgather_base_": _gathered_by_gloo,
@@ -119,6 +139,7 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
 """On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
 SCRATCH_OF_CUDA: dict[str, Sizes] = {
+    **_BY_VALUES,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,

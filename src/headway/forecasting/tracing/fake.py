@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from headway.common.callsite import users_line
-from headway.errors import HeadwayError, UnsupportedError
+from headway.errors import HeadwayError, SkeletonError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.loop import run
@@ -64,8 +64,14 @@ def trace(
         UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with init_empty_weights():
-        model = make()
+    try:
+        with init_empty_weights():
+            model = make()
+    except (
+        SkeletonError
+    ):  # a buffer that is computed from parameters, as by spectral norm: here it needs no values either
+        with init_empty_weights(include_buffers=True):
+            model = make()
     refuse_compiled(model)
     fill(model, fake)
     if prepare is not None:
@@ -139,7 +145,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 def explained(error: Exception, last: str) -> UnsupportedError:
     """What stood in the way of a trace; `last` is the operation that ran last."""
-    said = (str(error).strip() or "no message").splitlines()[0]
+    said = (str(error).strip() or "it gives no reason").splitlines()[0]
     operation, why = last or "before its first operation", f"{type(error).__name__}: {said}"
     if isinstance(error, DataDependentOutputException):
         operation, why = str(error.func), _READS_A_VALUE

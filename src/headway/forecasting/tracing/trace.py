@@ -27,6 +27,7 @@ from headway.forecasting.device.kernels import (
     UNKNOWN_SCRATCH,
     scratch,
 )
+from headway.forecasting.tracing.bounded import at_most, without_masks
 from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.gathered import GatheredStorages
 from headway.forecasting.tracing.step import StepObserver
@@ -121,6 +122,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._begin = 0
         self._is_updating = False
         self._unsure = 0
+        self._is_bounded = False
         self._gathered = GatheredStorages(self._sized)
         self._has_parts = False
         self._counting = counting
@@ -143,7 +145,13 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         asked = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
-        result = func(*args, **(kwargs or {}))
+        result = at_most(func, args)
+        if result is None:
+            told = without_masks(func, args)
+            result = func(*told, **(kwargs or {}))
+            self._is_bounded |= told is not args
+        else:
+            self._is_bounded = True
         if self._counting is not None:
             self._counting.add(self._phase, func, args, kwargs, result)
         if name.endswith(_RESIZE) or name == "aten::set_":
@@ -300,6 +308,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         found: list[str] = []
         if self._device.is_cuda:
             found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
+        if self._is_bounded:
+            found.append(
+                "sizes that depend on values (nonzero, unique, masks as indices, the lengths of CTC's targets) are taken at their "
+                "largest, so a run takes as much or less"
+            )
         foreign = sorted(
             name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
         )

@@ -1,0 +1,136 @@
+"""What torch's own allocator takes on NCCL ranks, beside forecasts and plans; and what one more layer adds.
+
+`python -m benchmarks.cuda_build.layouts`, on the simulated runtime, without values. A Llama in float32 with AdamW, on each rank a
+loop by hand: DDP and `fully_shard` are torch's, applied by hand; tensor parallelism is Headway's, which cuts the model.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+LAYOUTS = (("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("tp", 2), ("fsdp+tp=2", 4), ("loss parallel", 2))
+LAYERS = (2, 4)
+BATCH, TOKENS = 4, 512
+
+
+def build(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from headway.forecasting.tracing.masks import unmasked
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=16000, use_cache=False)))
+
+
+def strategy_of(layout: str) -> tuple[str, list[Any]]:
+    from headway import TensorParallelOptions
+
+    return ("tp", [TensorParallelOptions(loss_parallel=True)]) if layout == "loss parallel" else (layout, [])
+
+
+def spread(model: nn.Module, layout: str) -> Any:
+    """By torch alone where it can be."""
+    if layout == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def real(layout: str, layers: int) -> tuple[int, int]:
+    """On one of the ranks: allocated and reserved."""
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if layout in ("ddp", "fsdp"):
+        dist.init_process_group("nccl")
+        with torch.device("cuda"):
+            model = spread(build(layers), layout)
+    else:
+        from headway import Accelerator
+
+        strategy, options = strategy_of(layout)
+        model = Accelerator(strategy=strategy, kwargs_handlers=options).prepare(build(layers))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device="cuda")
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def predicted(layout: str, ranks: int, layers: int) -> tuple[int, int, int]:
+    """The forecast's allocated and reserved, and the plan's peak."""
+    import headway
+
+    def batch_of(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(size, TOKENS, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    strategy, options = strategy_of(layout)
+    given: dict[str, Any] = {"kwargs_handlers": options}
+    found = headway.forecast(
+        lambda: build(layers), batch_of, batch_size=BATCH, device="h100", largest=False, loop="loss_function",
+        strategy=strategy, ranks=ranks, **given,
+    )  # fmt: skip
+    planned = headway.plan(
+        lambda: build(layers), strategy, ranks, step=lambda model: model(**batch_of(BATCH)).loss, **given
+    )
+    return int(found.allocated), int(found.reserved), int(planned.peak)
+
+
+def run(command: list[str], ranks: int) -> list[Any]:
+    """What each process prints last."""
+    environment = os.environ | {
+        "SIMULATED_CUDA": "h100",
+        "SIMULATED_CUDA_VALUES": "0",
+        "SIMULATED_CUDA_DEVICES": str(ranks),
+    }
+    ran = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
+    found = [json.loads(line[6:]) for line in ran.stdout.splitlines() if line.startswith("found ")]
+    return found or sys.exit(ran.stderr[-3000:])
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        layout, ranks, layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+        # One write: several ranks share a pipe.
+        sys.stdout.write(
+            f"found {json.dumps(real(layout, layers) if ranks == 0 else predicted(layout, ranks, layers))}\n"
+        )
+        sys.stdout.flush()
+        return
+    print("| layout | ranks | layers | allocated | forecast | | reserved | forecast | | plan's peak |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    slopes = []
+    for layout, ranks in LAYOUTS:
+        rows = []
+        for layers in LAYERS:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            told = run([*launch, "-m", "benchmarks.cuda_build.layouts", layout, "0", str(layers)], ranks)
+            allocated, reserved = (max(each[index] for each in told) for index in (0, 1))
+            ((wanted, held, peak),) = run(["-m", "benchmarks.cuda_build.layouts", layout, str(ranks), str(layers)], 1)
+            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in ((allocated, wanted), (reserved, held)))
+            print(f"| {layout} | {ranks} | {layers} | {cells} | {peak:,} |", flush=True)
+            rows.append((allocated, wanted, peak))
+        per_layer = [(after - before) // (LAYERS[1] - LAYERS[0]) for before, after in zip(*rows)]
+        slopes.append(f"| {layout} | {ranks} | " + " | ".join(f"{size:,}" for size in per_layer) + " |")
+    print("\n| one more layer | ranks | real ranks | forecast | plan |\n|---|---|---|---|---|")
+    print("\n".join(slopes))
+
+
+if __name__ == "__main__":
+    main()

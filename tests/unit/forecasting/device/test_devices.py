@@ -1,0 +1,31 @@
+"""Names of cards."""
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.forecasting.device.devices import find
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_product_by_its_own_name(product, name):
+    assert find(product).name == name
+
+
+def test_some_card_by_its_memory():
+    assert find("48GiB").memory == 48 << 30
+    assert find("24 GB").memory == 24_000_000_000
+    assert "only its memory was given" in find("48GiB").caveats[0]
+    with pytest.raises(ConfigError, match="is not in the table"):
+        find("many GiB")

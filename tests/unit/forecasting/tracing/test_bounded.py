@@ -1,0 +1,113 @@
+"""Steps whose sizes depend on values: taken at their largest, said, and never below what a run takes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from headway.forecasting.device.devices import find
+from headway.forecasting.tracing.events import plain_peak, told_apart
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.step import StepRecipe
+
+WIDTH, ROWS = 48, 40
+
+
+class Experts(nn.Module):
+    """A mixture of experts with `where`, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+class Masked(nn.Module):
+    """A mask of bools as an index, read and written."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        found = self.layer(x)
+        kept = found[x > 0.5]
+        found = found.clone()
+        found[x > 0.5] = kept * 2
+        return found + torch.masked_select(found, x > 2).sum()
+
+
+class Recogniser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 12)
+
+    def forward(self, x):
+        return self.layer(x).log_softmax(-1).unsqueeze(1)
+
+
+def ctc(outputs, _):
+    lengths = torch.full((1,), outputs.shape[0]), torch.full((1,), 5)
+    return nn.functional.ctc_loss(outputs, torch.ones(1, 5, dtype=torch.long), *lengths)
+
+
+def mse(outputs, targets):
+    return nn.functional.mse_loss(outputs, targets)
+
+
+def batch():
+    torch.manual_seed(0)
+    return torch.rand(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+
+
+def measured(model, loss):
+    optimizer = torch.optim.SGD(model.parameters())
+    in_use = most = sum(parameter.nbytes for parameter in model.parameters())
+    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
+        for inputs, targets in (batch(), batch()):
+            outputs = model(inputs)
+            value = loss(outputs, targets)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        in_use += event.nbytes()
+        most = max(most, in_use)
+    return most
+
+
+@pytest.mark.parametrize(("model", "loss"), [(Experts, mse), (Masked, mse)])
+def test_no_less_than_a_run_takes(model, loss):
+    found = trace(model, batch, StepRecipe(torch.optim.SGD, loss), find("cpu"))
+    assert any("taken at their largest" in caveat for caveat in found.caveats)
+    assert plain_peak(found.events) >= measured(model(), loss)
+
+
+@pytest.mark.parametrize("normed", [spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm_needs_no_values(normed):
+    found = trace(lambda: normed(nn.Linear(WIDTH, WIDTH)), batch, StepRecipe(torch.optim.SGD, mse), find("cpu"))
+    assert not any("largest" in caveat for caveat in found.caveats)
+
+
+def test_what_ctc_asks_for_besides_may_come_on_top():
+    found = trace(Recogniser, batch, StepRecipe(torch.optim.SGD, ctc), find("a100-40gb"))
+    assert any("taken at their largest" in caveat for caveat in found.caveats)
+    assert any("CTC loss is not counted" in caveat for caveat in found.caveats)
+    assert told_apart(found.events)[1] > 0
+
+
+def test_unique():
+    def loss(outputs, _):
+        return outputs.sum() + torch.unique(outputs.detach()).sum()
+
+    found = trace(lambda: nn.Linear(WIDTH, WIDTH), batch, StepRecipe(torch.optim.SGD, loss), find("cpu"))
+    assert any("taken at their largest" in caveat for caveat in found.caveats)
