@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,9 +15,11 @@ from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
-from headway.planning.dry_run.trial import rehearse, rehearse_stages
+from headway.planning.dry_run.fake_group import PeerAnswer
+from headway.planning.dry_run.meter import MeteredCollective, Volume
+from headway.planning.dry_run.trial import StepDryRun, rehearse, rehearse_stages
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, outcome
+from headway.planning.outcome import Plan, RankShare, outcome
 from headway.planning.table import tabulate
 
 _CARD = replace(DEVICES["h100"], cublas=0)
@@ -101,23 +102,12 @@ def plan(
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
-    options = collect_options(kwargs_handlers)
-    trial = partial(
-        rehearse,
-        make,
-        layout,
-        step=step,
-        make_optimizer=maker(optimizer),
-        precision=precision,
-        options=options,
-        machine_ranks=machine_ranks,
-        device=_CARD,
-    )
-    if layout.pp > 1:
-        trials = rehearse_stages(layout, lambda rank, told: trial(rank, told=told))
-    else:
-        trials = (trial(0),)
-    return outcome(name, layout, trials, tokens)
+    given = step, maker(optimizer), precision, collect_options(kwargs_handlers), machine_ranks
+
+    def trial(rank: int, told: PeerAnswer | None = None) -> StepDryRun:
+        return rehearse(make, layout, rank, *given, told, _CARD)
+
+    return outcome(name, layout, rehearse_stages(layout, trial) if layout.pp > 1 else (trial(0),), tokens)
 
 
 def compare(
@@ -220,7 +210,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "num_ranks": plan.num_ranks,
         "axes": plan.layout.sizes,
         "num_parameters": plan.num_parameters,
-        "ranks": {name: asdict(share) | {"num_bytes": share.num_bytes} for name, share in shares.items()},
+        "ranks": {name: _share(share) for name, share in shares.items()},
         "empty_ranks": plan.shares.num_empty,
         "parameters_with_gaps": plan.shares.num_with_gaps,
         "activations": plan.activations,
@@ -228,21 +218,19 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "total": plan.total,
         "peak": plan.peak,
         "checkpoint": asdict(plan.saved),
-        "exchanges": None
-        if plan.exchanges is None
-        else [
-            asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}
-            for exchange, volume in plan.exchanges.items()
-        ],
+        "exchanges": None if plan.exchanges is None else [_exchange(*each) for each in plan.exchanges.items()],
         "stages": [
-            {
-                "held": asdict(stage.share) | {"num_bytes": stage.share.num_bytes},
-                "activations": stage.activations,
-                "sent": stage.sent,
-                "flops": stage.flops,
-            }
+            {"held": _share(stage.share), "activations": stage.activations, "sent": stage.sent, "flops": stage.flops}
             for stage in plan.stages
         ],
         "flops": plan.flops,
         "tokens": plan.tokens,
     }
+
+
+def _share(share: RankShare) -> dict[str, Any]:
+    return asdict(share) | {"num_bytes": share.num_bytes}
+
+
+def _exchange(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
+    return asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}

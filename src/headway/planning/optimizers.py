@@ -116,12 +116,12 @@ Optimizer = str | MakeOptimizer
 
 # What they keep does not depend on rates.
 _MAKERS: dict[str, MakeOptimizer] = {
-    "adamw": lambda parameters: optim.AdamW(parameters),
-    "adam": lambda parameters: optim.Adam(parameters),
-    "sgd": lambda parameters: optim.SGD(parameters),
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "sgd": optim.SGD,
     "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
-    "adagrad": lambda parameters: optim.Adagrad(parameters),
-    "rmsprop": lambda parameters: optim.RMSprop(parameters),
+    "adagrad": optim.Adagrad,
+    "rmsprop": optim.RMSprop,
     "adafactor": reading(optim.Adafactor),
     "adafactor_transformers": adafactor_of_transformers,
     "adamw8bit": adamw8bit,

@@ -93,9 +93,7 @@ class MappedFeed:
     ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
-        self._own_split = split
-        self.ranks = ranks
-        self._seed = seed
+        self._own_split, self.ranks, self._seed = split, ranks, seed
         self.is_batched = loader.batch_sampler is not None
         self._base_seed = base_seed
         self._is_alone = split.count == 1 and not is_shared

@@ -63,10 +63,7 @@ class StreamCollate:
     def __init__(
         self, collate_fn: Callable[[Any], Any], split: SampleSplit | WindowSplit, ranks: Sequence[int], is_batched: bool
     ) -> None:
-        self.collate_fn = collate_fn
-        self.split = split
-        self.ranks = ranks
-        self.is_batched = is_batched
+        self.collate_fn, self.split, self.ranks, self.is_batched = collate_fn, split, ranks, is_batched
         self.begin()
 
     def begin(self, num_skipped: int = 0, num_cut: int = 0) -> None:
@@ -171,16 +168,11 @@ class StreamFeed:
         is_shared: bool = False,
         joins: bool = False,
     ) -> None:
-        self._is_shared = is_shared
-        self._joins = joins
-        self.source = loader
-        self._base_seed = base_seed
-        self.seed = seed
-        self._own = own
+        self._is_shared, self._joins, self.source, self._base_seed = is_shared, joins, loader, base_seed
+        self.seed, self._own = seed, own
         self._generators = OwnGenerators(loader.dataset, agree)
         self._collate = StreamCollate(loader.collate_fn, split, ranks, is_batched=loader.batch_size is not None)
-        self._own_split = split
-        self._kind = kind
+        self._own_split, self._kind = split, kind
         self.inner = self._build()
         self._is_stateful = hasattr(self.inner, "state_dict")
         # In workers streams are apart anyway; a loader with a state of its own does not read again.
@@ -390,8 +382,7 @@ class SharedRounds:
     """
 
     def __init__(self, collectives: Collectives, drop_last: bool) -> None:
-        self._collectives = collectives
-        self._drop_last = drop_last
+        self._collectives, self._drop_last = collectives, drop_last
         self._spare: Collated | None = None
 
     def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:

@@ -55,8 +55,7 @@ class SeededIndices(list[Any]):
 
     def __init__(self, indices: Sequence[Any], stream: int, position: int) -> None:
         super().__init__(indices)
-        self.stream = stream
-        self.position = position
+        self.stream, self.position = stream, position
 
     def __reduce__(self) -> tuple[object, ...]:
         # A slice is a plain list: iterating here would seed the parent's streams.
@@ -125,9 +124,7 @@ class WorkerStart:
     """
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: SignalEvent) -> None:
-        self.worker_init_fn = worker_init_fn
-        self.signals = signals
-        self._heard = heard
+        self.worker_init_fn, self.signals, self._heard = worker_init_fn, signals, heard
         self._seen: set[int] = set()
 
     def __call__(self, worker_id: int) -> None:
@@ -181,8 +178,7 @@ class ResumedIndices:
     """
 
     def __init__(self, index: Any, streams: str) -> None:
-        self.index = index
-        self.streams = streams
+        self.index, self.streams = index, streams
 
     def __reduce__(self) -> tuple[object, ...]:
         return _arrive_resumed, (self.index, self.streams)
@@ -256,18 +252,9 @@ def _arrive_resumed(index: object, streams: str) -> Any:
     return index
 
 
-_SETTINGS = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "persistent_workers",
-    "in_order",
-)
-_STATEFUL_SETTINGS = ("snapshot_every_n_steps",)
-_WORKER_SETTINGS = ("multiprocessing_context", "prefetch_factor")
+_SETTINGS = [
+    "collate_fn", "num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "persistent_workers", "in_order",
+]  # fmt: skip
 
 
 def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
@@ -282,8 +269,8 @@ def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, *
         changes: arguments of that class: the source of indices, and what else differs.
     """
     # Settings differ between torch's versions; what this one has, it accepts.
-    names = _SETTINGS + (_WORKER_SETTINGS if loader.num_workers > 0 else ())
-    names += _STATEFUL_SETTINGS if hasattr(kind, "state_dict") else ()
+    names = _SETTINGS + (["multiprocessing_context", "prefetch_factor"] if loader.num_workers > 0 else [])
+    names += ["snapshot_every_n_steps"] if hasattr(kind, "state_dict") else []
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     if loader.num_workers > 0 and (signals := listened_for()):
         context = loader.multiprocessing_context or multiprocessing

@@ -5,7 +5,7 @@ draw, and the order is a pure function of it, so that any position can be sought
 are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept as the user gave it (`SamplerOrder`): it
 draws from its own generators or, where it has none, from global random streams, whose state at the epoch's start is kept.
 
-What loaders do where several ways are right is a choice that is handed in: they go by `TorchRules` unless a run says otherwise.
+What loaders do where several ways are right is a choice that is handed in: `LoadingRules`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -68,9 +68,7 @@ class PureOrder:
     """
 
     def __init__(self, items: Sized, is_shuffled: bool, seed: int) -> None:
-        self.items = items
-        self.is_shuffled = is_shuffled
-        self.seed = seed
+        self.items, self.is_shuffled, self.seed = items, is_shuffled, seed
 
     @classmethod
     def of(cls, sampler: Any, seed: int, is_seedable: bool) -> "PureOrder | None":
@@ -118,9 +116,7 @@ class DrawnOrder:
     """
 
     def __init__(self, items: Sized, stream: LoaderStream, agree: Agree | None) -> None:
-        self.items = items
-        self._stream = stream
-        self._agree = agree
+        self.items, self._stream, self._agree = items, stream, agree
         self._drawn: int | None = None
         self._opened: int | None = None
         self._loaded: int | None = None
@@ -177,9 +173,7 @@ class SamplerOrder:
         agree: Agree | None,
         is_synchronised: bool,
     ) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self._stream = stream
+        self.sampler, self.seed, self._stream = sampler, seed, stream
         self._own = OwnGenerators(sampler, agree if is_synchronised else None)
         self._continues_global = not is_seedable and not self._own.generators
         self._agree = agree
@@ -275,8 +269,8 @@ class RandomSource:
     is_synchronised: bool
 
 
-class LoadingRules(Protocol):
-    """How a run's loaders order, read and share out.
+class LoadingRules:
+    """How a run's loaders order, read and share out: as torch's do, unless a subclass says otherwise.
 
     Attributes:
         reads_ahead: fetch a map-style batch before the one in hand is trained on, where the process itself fetches it: what
@@ -287,34 +281,13 @@ class LoadingRules(Protocol):
         parts_streams: where several ranks read the same part of the data, loaders draw from a stream of their own.
     """
 
-    reads_ahead: bool
-    leaves_workers: bool
-    opens_late: bool
-    parts_streams: bool
-
-    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
-        """The order that a sampler or batch sampler stands for."""
-
-    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
-        """The prepared loader of these parts (`PreparedLoader`), which goes by `config`."""
-
-    def is_apart(self, config: DataLoaderConfiguration) -> bool:
-        """Do loaders leave the run's stream alone, and are workers' streams functions of the seed and the epoch?"""
-
-    def spreads(self, config: DataLoaderConfiguration, is_stream: bool) -> bool:
-        """Is an incomplete round shared out evenly, in short batches, instead of filling one rank's batch after the other?"""
-
-
-class TorchRules:
-    """Plain shuffling as torch draws it, or as a function of the seed and the epoch; other samplers as they are."""
-
     reads_ahead = False
     leaves_workers = False
     opens_late = False
     parts_streams = True
 
     def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
-        """The order that a sampler or batch sampler stands for."""
+        """The order of a sampler: plain shuffling as torch draws it, or by the seed and the epoch; others as they are."""
         is_seedable = draws.config.is_seedable
         pure = PureOrder.of(sampler, draws.seed, is_seedable)
         if pure is not None:
@@ -324,13 +297,13 @@ class TorchRules:
         return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronised)
 
     def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
-        """Headway's own."""
+        """The prepared loader of these parts, which goes by `config`."""
         return PreparedLoader(*parts)
 
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
-        """With a seedable order."""
+        """Do loaders leave the run's stream alone, and are workers' streams functions of the seed and the epoch?"""
         return config.is_seedable
 
     def spreads(self, config: DataLoaderConfiguration, is_stream: bool) -> bool:
-        """Never."""
+        """Is an incomplete round shared out evenly, in short batches, instead of filling one rank's batch after the other?"""
         return False

@@ -86,8 +86,7 @@ class GlobalStreams:
     """torch's, Python's and NumPy's global random streams as a sampler sees them: swapped in for a block."""
 
     def __init__(self, states: "_States") -> None:
-        self._states = states
-        self._outside = states
+        self._states, self._outside = states, states
 
     @classmethod
     def seeded(cls, seed: int) -> "GlobalStreams":

@@ -280,19 +280,9 @@ def run(
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
     state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
-    return StepDryRun(
-        cut,
-        buffers,
-        weights,
-        gradients,
-        state,
-        states,
-        meter.volumes,
-        dict(meter.flops),
-        saved.peak,
-        tuple(meter.events),
-        _peak(memory.trace(), state) + _buckets(model, layout),
-    )
+    peak = _peak(memory.trace(), state) + _buckets(model, layout)
+    sent = meter.volumes, dict(meter.flops), saved.peak, tuple(meter.events)
+    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, peak)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
