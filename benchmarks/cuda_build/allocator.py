@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.cuda_build.models import MODELS
-from headway.forecasting.tracing.masks import unmasked
+from headway.forecasting.tracing.tensors import unmasked
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ BATCH, TOKENS = 4, 512
 def build(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from headway.forecasting.tracing.masks import unmasked
+    from headway.forecasting.tracing.tensors import unmasked
 
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
     return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=16000, use_cache=False)))

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.tracing.loop import run
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.step import StepRecipe, run
 
 
 def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:

@@ -41,11 +41,11 @@ def one(size: str, strategy: str, num_ranks: int) -> None:
     from transformers import LlamaConfig
 
     from headway.planning.compare import plan
-    from headway.planning.dry_run import preparation
+    from headway.planning.dry_run import fake_group
     from headway.planning.sources import of_config
 
     if "," in strategy:
-        preparation.OneOfEach = nullcontext  # type: ignore[misc, assignment]
+        fake_group.OneOfEach = nullcontext  # type: ignore[misc, assignment]
     source = of_config(LlamaConfig(**LLAMAS[size], architectures=["LlamaForCausalLM"]), size)
     found = plan(
         source.make, strategy.partition(",")[0], num_ranks, step=source.step, precision="bf16", tokens=source.tokens

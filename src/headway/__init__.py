@@ -27,7 +27,7 @@ _BY_PLACE = {
     """,
     "headway.config.parallelism": "PipelineOptions ShardingOptions TensorParallelOptions",
     "headway.config.run": "DataLoaderConfiguration GradientAccumulationPlugin Preemption ProjectConfiguration",
-    "headway.data.skip": "skip_first_batches",
+    "headway.data.build": "skip_first_batches",
     "headway.errors": "errors",
     "headway.forecasting.solve": "LongestSequence",
     "headway.launch.notebook": "debug_launcher notebook_launcher",
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import Preemption as Preemption
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
-    from headway.data.skip import skip_first_batches as skip_first_batches
+    from headway.data.build import skip_first_batches as skip_first_batches
     from headway.forecasting.solve import LongestSequence as LongestSequence
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher

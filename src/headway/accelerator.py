@@ -48,9 +48,9 @@ from headway.config.run import (
     windows,
 )
 from headway.config.values import known_keywords
+from headway.data.build import skip_first_batches
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.rules import LoadingRules, TorchRules
-from headway.data.skip import skip_first_batches
+from headway.data.sampling.order import LoadingRules
 from headway.errors import StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.launch import watch
@@ -318,7 +318,7 @@ class Accelerator(RankAware):
 
     def _loading_rules(self) -> LoadingRules:
         """What loaders go by; for a class that loads in another way."""
-        return TorchRules()
+        return LoadingRules()
 
     def _last_save_hook(self) -> SaveHook | None:
         """What is called after all save hooks; for a class that writes more into a checkpoint."""

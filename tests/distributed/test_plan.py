@@ -13,8 +13,7 @@ from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.dry_run.drive import CutSequences, Pipeline
 from headway.planning.dry_run.meter import StepMeter
-from headway.planning.dry_run.stages import rehearse_stages
-from headway.planning.dry_run.trial import rehearse, run
+from headway.planning.dry_run.trial import rehearse, rehearse_stages, run
 from headway.planning.outcome import outcome
 from headway.planning.sources import unmasked
 from tests.distributed.ranks import run_ranks

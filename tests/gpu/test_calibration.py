@@ -7,8 +7,7 @@ from torch import nn
 import headway
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import MIB, named
-from headway.forecasting.tracing.loop import run
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.step import StepRecipe, run
 
 pytestmark = [
     pytest.mark.gpu,

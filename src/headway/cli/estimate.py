@@ -67,7 +67,7 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     if "batch_size" in given and "sequence" not in given:
         raise ConfigError(f"--batch_size {given['batch_size']} needs --sequence, the tokens of each sample")
     # Imported here so that the help does not wait for torch.
-    from headway.planning.inference_table import tabulate
+    from headway.planning.inference import tabulate
 
     click.echo("\n".join(tabulate(folder, given.get("dtype"), given.get("batch_size", 1), given.get("sequence"))))
 

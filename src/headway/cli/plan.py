@@ -6,16 +6,7 @@ from typing import Any
 
 import click
 
-from headway.cli.options import (
-    EARLIER_NAMES,
-    JSON,
-    POSITIVE,
-    GroupedCommand,
-    GroupedOption,
-    examples,
-    model_option,
-    option,
-)
+from headway.cli import options
 from headway.common.text import format_bytes, format_number, parse_bytes
 from headway.config.engines import ActivationCheckpointing
 from headway.config.mesh import parse
@@ -29,7 +20,7 @@ MODEL is a folder with a transformers `config.json`, the path of such a file, a 
 without allocating its tensors and without other processes.
 """
 
-_EPILOG = examples(
+_EPILOG = options.examples(
     "headway plan llama/ --ranks 64                                    common layouts",
     "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --budget 80GB",
     "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
@@ -41,10 +32,9 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         parse(text)  # a word that is no layout at all is wrong use; one that does not divide the ranks is a row
     memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
     # Imported here so that the help does not wait for torch.
-    from headway.planning.compare import candidates, compare, plan
+    from headway.planning.compare import as_dict, candidates, compare, plan
     from headway.planning.costs import ClusterRates
     from headway.planning.optimizers import maker
-    from headway.planning.report import as_dict
     from headway.planning.sources import find
     from headway.planning.table import describe, tabulate
 
@@ -98,32 +88,32 @@ _SCHEDULE = "Order of micro-batches in layouts with pp.  [default: gpipe]"
 _MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]"
 
 
-def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+def _make_rate_option(name: str, metavar: str, default: float, text: str) -> options.GroupedOption:
     above_0 = click.FloatRange(min=0, min_open=True)
-    return option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
+    return options.option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
 
 
-command = GroupedCommand(
+command = options.GroupedCommand(
     "plan",
     callback=_plan,
-    aliases=EARLIER_NAMES,
+    aliases=options.EARLIER_NAMES,
     params=[
         click.Argument(["model"], metavar="MODEL"),
-        model_option("ranks", "Run", required=True),
-        model_option("strategy", "Run", "; several may be given.  [default: common layouts]", multiple=True),
-        model_option("batch_size", "Run", default=1),
-        model_option("sequence", "Run", "]"),
-        model_option("optimizer", "Run", default="adamw"),
-        model_option("precision", "Run", "  [default: bf16]", default="bf16"),
-        model_option("activation_checkpointing", "Run"),
-        option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
-        option("--microbatches", "N", "Run", _MICROBATCHES, POSITIVE),
-        model_option("machine_ranks", "Cluster", default=8),
+        options.model_option("ranks", "Run", required=True),
+        options.model_option("strategy", "Run", "; several may be given.  [default: common layouts]", multiple=True),
+        options.model_option("batch_size", "Run", default=1),
+        options.model_option("sequence", "Run", "]"),
+        options.model_option("optimizer", "Run", default="adamw"),
+        options.model_option("precision", "Run", "  [default: bf16]", default="bf16"),
+        options.model_option("activation_checkpointing", "Run"),
+        options.option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
+        options.option("--microbatches", "N", "Run", _MICROBATCHES, options.POSITIVE),
+        options.model_option("machine_ranks", "Cluster", default=8),
         _make_rate_option("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
         _make_rate_option("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
         _make_rate_option("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
-        model_option("budget", "Cluster", " Layouts that need more do not fit."),
-        JSON,
+        options.model_option("budget", "Cluster", " Layouts that need more do not fit."),
+        options.JSON,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

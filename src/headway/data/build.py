@@ -1,6 +1,7 @@
-"""From a user's DataLoader to the prepared one: what kind of data it reads, and how that is shared out."""
+"""From a user's DataLoader to the prepared one: what kind of data it reads, and how that is shared out; beginning in mid-epoch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
-from headway.data.feeds.sharded import SharedRounds, is_shardable
-from headway.data.feeds.stream import OwnShards, StreamFeed
+from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import BaseSeed, LoaderStream
-from headway.data.sampling.order import SampleOrder
+from headway.data.sampling.order import LoadingRules, RandomSource, SampleOrder
 from headway.data.sampling.rng import Agree
-from headway.data.sampling.rules import LoadingRules, RandomSource, TorchRules
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
@@ -61,17 +60,9 @@ def prepare_loader(
     _check(loader, shard, config, is_shared=everyone is not None and everyone.world_size > 1)
     # What workers read comes from torch's pinning thread; without them the transfer pins, or the user's loader if it says so.
     transfer = transfer_to(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
-    recipe = _Recipe(
-        loader,
-        shard,
-        config,
-        collectives if shard.count > 1 else None,
-        seed,
-        "generator" in (rng_types or ()),
-        stream or LoaderStream(),
-        everyone,
-        rules or TorchRules(),
-    )
+    among = collectives if shard.count > 1 else None
+    draws = seed, "generator" in (rng_types or ()), stream or LoaderStream()
+    recipe = _Recipe(loader, shard, config, among, *draws, everyone, rules or LoadingRules())
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
         feed.inner.pin_memory = True
@@ -79,38 +70,31 @@ def prepare_loader(
     return recipe.rules.wrap(config, loader, feed, shard, device, transfer, events, listeners, recipe.rules.opens_late)
 
 
+@dataclass
 class _Recipe:
     """The choices that lead from a loader and a configuration to a feed."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        shard: ShardIndex,
-        config: DataLoaderConfiguration,
-        collectives: Collectives | None,
-        seed: int,
-        is_synchronised: bool,
-        stream: LoaderStream,
-        everyone: Collectives | None,
-        rules: LoadingRules,
-    ) -> None:
-        self.loader = loader
-        self.rules = rules
-        self.shard = shard
-        self.config = config
-        self.collectives = collectives
-        self.everyone = collectives if everyone is None or everyone.world_size == 1 else everyone
-        self.seed = seed
-        self.is_synchronised = is_synchronised
-        self.stream = stream
-        self.is_apart = rules.is_apart(config)
-        self.base_seed = BaseSeed(loader, self.is_apart, stream)
-        self.is_batched = loader.batch_sampler is not None
-        self.is_even = config.even_batches and shard.count > 1
-        self.is_dispatched = bool(config.dispatch_batches) and self.everyone is not None
+    loader: DataLoader[Any]
+    shard: ShardIndex
+    config: DataLoaderConfiguration
+    collectives: Collectives | None
+    seed: int
+    is_synchronised: bool
+    stream: LoaderStream
+    everyone: Collectives | None
+    rules: LoadingRules
+
+    def __post_init__(self) -> None:
+        if self.everyone is None or self.everyone.world_size == 1:
+            self.everyone = self.collectives
+        self.is_apart = self.rules.is_apart(self.config)
+        self.base_seed = BaseSeed(self.loader, self.is_apart, self.stream)
+        self.is_batched = self.loader.batch_sampler is not None
+        self.is_even = self.config.even_batches and self.shard.count > 1
+        self.is_dispatched = bool(self.config.dispatch_batches) and self.everyone is not None
         # Where several ranks read the same, workers' streams are functions of the seed that all have agreed on.
         self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
-        self.ranks: Sequence[int] = range(shard.count) if self.is_dispatched else (shard.index,)
+        self.ranks: Sequence[int] = range(self.shard.count) if self.is_dispatched else (self.shard.index,)
 
     def feed(self) -> BatchFeed:
         """Where the batches come from."""
@@ -141,19 +125,8 @@ class _Recipe:
             drops_last = getattr(batch_sampler, "drop_last", False) is True
             order = self._order(batch_sampler)
             split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
-        return MappedFeed(
-            self.loader,
-            order,
-            split,
-            self.ranks,
-            self.seed,
-            self.collectives,
-            self.base_seed,
-            self.is_apart,
-            self.is_shared,
-            self.rules.reads_ahead,
-            self.rules.leaves_workers,
-        )
+        own = self.loader, order, split, self.ranks, self.seed, self.collectives, self.base_seed, self.is_apart
+        return MappedFeed(*own, self.is_shared, self.rules.reads_ahead, self.rules.leaves_workers)
 
     def _order(self, sampler: Any) -> SampleOrder:
         draws = RandomSource(self.config, self.seed, self.stream, self._agree, self.is_synchronised)
@@ -179,17 +152,8 @@ class _Recipe:
         split = self._split(self._size(self.loader.batch_size), self.loader.drop_last)
         agree = self._agree if self.is_synchronised else None
         joins = split.is_spread and split.count > 1 and self.loader.num_workers > 1
-        return StreamFeed(
-            self.loader,
-            split,
-            self.ranks,
-            self.seed,
-            self.base_seed,
-            kind,
-            agree=agree,
-            is_shared=self.is_shared,
-            joins=joins,
-        )
+        own = self.loader, split, self.ranks, self.seed, self.base_seed, kind
+        return StreamFeed(*own, agree=agree, is_shared=self.is_shared, joins=joins)
 
     def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         index, count = self.shard.index, self.shard.count
@@ -294,3 +258,26 @@ def _check_split(loader: DataLoader[Any], count: int) -> None:
             f"even; use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
             "split_batches=False with the batch size of one process"
         )
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """A loader whose next pass begins at batch `num_batches`; later passes are whole.
+
+    Samples of a map-style dataset that are skipped are never fetched, whatever their number; those of an iterable
+    dataset are read, not collated.
+
+    Args:
+        dataloader: a prepared loader, or a plain DataLoader, whose shuffled order stays what torch's random state
+            makes it.
+        num_batches: batches of one rank to skip.
+
+    Raises:
+        DataError: the number is negative, or this is not a DataLoader.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")
+    if not isinstance(dataloader, PreparedLoader):
+        config = DataLoaderConfiguration(use_seedable_sampler=False)
+        alone: dict[str, Any] = {"shard": ShardIndex(0, 1), "config": config, "device": None, "collectives": None}
+        dataloader = prepare_loader(dataloader, **alone, events=LoaderEvents(), seed=torch.initial_seed())
+    return dataloader.skip(num_batches)

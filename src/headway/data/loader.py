@@ -117,13 +117,8 @@ class PreparedLoader(DataLoader[Any]):
         opens_late: bool = False,
     ) -> None:
         # Not DataLoader.__init__: the loader that reads is the feed's, this one only has the type.
-        self.device = device
-        self._source = source
-        self._feed = feed
-        self._shard = shard
-        self._transfer = transfer
-        self._events = events
-        self._listeners = listeners
+        self.device, self._source, self._feed, self._shard = device, source, feed, shard
+        self._transfer, self._events, self._listeners = transfer, events, listeners
         self._position = Position()
         self.asked_window = (0, 0)
         self._opens_late = opens_late

@@ -58,8 +58,7 @@ class SideStreamTransfer:
     wants_pinned = True
 
     def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
-        self._device = device
-        self._are_pinned_fresh = are_pinned_fresh
+        self._device, self._are_pinned_fresh = device, are_pinned_fresh
         self._stream = torch.Stream(device=device)
 
     def __reduce__(self) -> tuple[type["SideStreamTransfer"], tuple[torch.device, bool]]:
@@ -131,10 +130,6 @@ def transfer_to(
             transfer = SideStreamTransfer(device, are_pinned_fresh)
             transfer(torch.ones(1))
             return transfer
-        except (
-            RuntimeError,
-            AttributeError,
-            TypeError,
-        ):  # no second stream, no pinned memory, no record_stream: the plain way
-            pass
+        except (RuntimeError, AttributeError, TypeError):
+            pass  # no second stream, no pinned memory, no record_stream: the plain way
     return BlockingTransfer(device)

@@ -1,4 +1,4 @@
-"""What a forecast says: a trace's events answered by a model of the target's allocator, as numbers with their margin."""
+"""What a forecast says: a trace's events answered by a model of the target's allocator, as numbers with their margin, over time."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,9 +6,59 @@ from typing import Any
 from headway.common.text import format_bytes
 from headway.forecasting.device.allocator import AllocationReplay, replay
 from headway.forecasting.device.devices import Device, spread
-from headway.forecasting.timeline import Timeline, timeline
-from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at, told_apart
+from headway.forecasting.tracing.events import KINDS, MemoryEvent, plain_peak, split_at, told_apart
 from headway.forecasting.tracing.trace import Trace
+
+POINTS = 400
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Memory in use after chosen requests of a step.
+
+    Attributes:
+        places: the request's number, rising; of each stretch of requests the one with the most memory in use.
+        sizes: kind -> bytes at each place, for the kinds that occur, in the order in which they are shown.
+        phases: (phase, number of its first request): "step 1 forward", ...
+    """
+
+    places: tuple[int, ...]
+    sizes: dict[str, tuple[int, ...]]
+    phases: tuple[tuple[str, int], ...]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Bytes of all kinds at each place."""
+        return tuple(map(sum, zip(*self.sizes.values())))
+
+
+def timeline(events: list[MemoryEvent], phases: dict[str, int], points: int = POINTS) -> Timeline:
+    """The timeline of a trace.
+
+    Args:
+        events: in order, with their kinds.
+        phases: the index of each phase's first event.
+        points: at most so many places.
+    """
+    stretch = max(1, -(-len(events) // points))
+    held = dict.fromkeys(KINDS, 0)
+    total, best = 0, -1
+    chosen: tuple[int, ...] = ()
+    place = 0
+    places: list[int] = []
+    rows: list[tuple[int, ...]] = []
+    for index, event in enumerate(events):
+        held[event.kind] += event.num_bytes
+        total += event.num_bytes
+        if total > best:
+            best, place, chosen = total, index, tuple(held.values())
+        if (index + 1) % stretch == 0 or index == len(events) - 1:
+            places.append(place)
+            rows.append(chosen)
+            best = -1
+    columns = dict(zip(KINDS, zip(*rows))) if rows else {}
+    sizes = {kind: column for kind, column in columns.items() if any(column)}
+    return Timeline(tuple(places), sizes, tuple(sorted(phases.items(), key=lambda pair: pair[1])))
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,7 @@ class BudgetSearch:
         limit: int = 1 << 20,
         degree: int = 1,
     ) -> None:
-        self._events = events
-        self._takes = takes
-        self._capacity = capacity
-        self._limit = limit
+        self._events, self._takes, self._capacity, self._limit = events, takes, capacity, limit
         self._degree = degree
         self._traced: dict[int, list[MemoryEvent]] = {}
 

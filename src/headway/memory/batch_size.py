@@ -8,17 +8,8 @@ from typing import Any, Literal, overload
 
 from headway.errors import BatchSizeError, CallError, ConfigError
 from headway.log import get_logger
+from headway.memory import batch_size_search
 from headway.memory.attempt import Attempt, Outcome, is_several
-from headway.memory.batch_size_search import (
-    LARGEST,
-    BatchSizeSearch,
-    FirstThatFits,
-    LargestSize,
-    Reduce,
-    check_size,
-    check_tolerance,
-    divisors,
-)
 from headway.memory.oom import clear_device_cache
 from headway.runtime import process
 from headway.runtime.control_plane import control
@@ -39,19 +30,19 @@ class _SearchSettings:
     """The settings of a search."""
 
     start: int
-    reduce: Reduce | None
+    reduce: batch_size_search.Reduce | None
     is_largest: bool
     keeps_global_batch: bool
     limit: int
     tolerance: float
 
-    def begin(self, size: int) -> BatchSizeSearch:
+    def begin(self, size: int) -> batch_size_search.BatchSizeSearch:
         """A search that tries `size` first."""
-        sizes: Sequence[int] | None = divisors(self.start) if self.keeps_global_batch else None
+        sizes: Sequence[int] | None = batch_size_search.divisors(self.start) if self.keeps_global_batch else None
         if self.is_largest:
             limit = self.start if self.keeps_global_batch else max(self.limit, size)
-            return LargestSize(size, limit, sizes, self.tolerance)
-        return FirstThatFits(size, self.reduce, sizes)
+            return batch_size_search.LargestSize(size, limit, sizes, self.tolerance)
+        return batch_size_search.FirstThatFits(size, self.reduce, sizes)
 
 
 @overload
@@ -60,7 +51,7 @@ def find_executable_batch_size(function: _Function) -> _Function: ...
 def find_executable_batch_size(
     function: None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Reduce | None = None,
+    reduce_batch_size_fn: batch_size_search.Reduce | None = None,
     *,
     search: Literal["first", "largest"] = "first",
     keep_global_batch: bool = False,
@@ -70,7 +61,7 @@ def find_executable_batch_size(
 def find_executable_batch_size(
     function: _Function | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Reduce | None = None,
+    reduce_batch_size_fn: batch_size_search.Reduce | None = None,
     *,
     search: Literal["first", "largest"] = "first",
     keep_global_batch: bool = False,
@@ -109,12 +100,14 @@ def find_executable_batch_size(
         UnsupportedError: (from the call) memory ran out on several processes whose group Headway did not start.
     """
     plan = _SearchSettings(
-        check_size(starting_batch_size, "starting_batch_size"),
+        batch_size_search.check_size(starting_batch_size, "starting_batch_size"),
         reduce_batch_size_fn,
         _is_largest(search, reduce_batch_size_fn),
         keep_global_batch,
-        check_size(LARGEST if max_batch_size is None else max_batch_size, "max_batch_size"),
-        check_tolerance(tolerance),
+        batch_size_search.check_size(
+            batch_size_search.LARGEST if max_batch_size is None else max_batch_size, "max_batch_size"
+        ),
+        batch_size_search.check_tolerance(tolerance),
     )
     if tolerance and not plan.is_largest:
         raise ConfigError(
@@ -127,7 +120,7 @@ def find_executable_batch_size(
     return functools.partial(_decorate, plan) if function is None else _decorate(plan, function)
 
 
-def _is_largest(search: str, reduce: Reduce | None) -> bool:
+def _is_largest(search: str, reduce: batch_size_search.Reduce | None) -> bool:
     if search not in ("first", "largest"):
         raise ConfigError(f"search={search!r}; allowed: 'first' (that fits, downwards) and 'largest'")
     if search == "largest" and reduce is not None:
@@ -253,7 +246,7 @@ class _SearchCall:
         self.kwargs = kwargs
         self.tried: list[int] = []
 
-    def follow(self, search: BatchSizeSearch) -> tuple[Outcome, int]:
+    def follow(self, search: batch_size_search.BatchSizeSearch) -> tuple[Outcome, int]:
         """The outcome that fits, and its size."""
         last: Outcome | None = None
         while not search.is_done:
@@ -277,10 +270,10 @@ class _SearchCall:
             raise self._nothing_fits(last) from (None if last is None else last.error)
         # The last attempt was another size's. What fitted may not fit quite again: then downwards.
         return self.follow(
-            FirstThatFits(
+            batch_size_search.FirstThatFits(
                 search.found,
                 _ever_less(search.found),
-                divisors(self.plan.start) if self.plan.keeps_global_batch else None,
+                batch_size_search.divisors(self.plan.start) if self.plan.keeps_global_batch else None,
             )
         )
 
@@ -302,7 +295,7 @@ class _SearchCall:
         )
 
 
-def _ever_less(found: int) -> Reduce:
+def _ever_less(found: int) -> batch_size_search.Reduce:
     """What is tried below a size that fitted once and then did not: a little less, and then less and less."""
     step = max(1, found // 32)
 
@@ -314,5 +307,5 @@ def _ever_less(found: int) -> Reduce:
     return reduce
 
 
-def _plans(search: BatchSizeSearch) -> str:
+def _plans(search: batch_size_search.BatchSizeSearch) -> str:
     return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"

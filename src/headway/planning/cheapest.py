@@ -173,17 +173,8 @@ def _row(blank: Configuration, step: StepForecaster, size: int, limit: int) -> C
     answer = step.forecast(size, limit)
     accumulation = blank.micro_batch * blank.accumulation // size
     work = _update(step.trace(size), step.recipe.accumulation, accumulation)
-    return replace(
-        blank,
-        micro_batch=size,
-        accumulation=accumulation,
-        least=answer.least,
-        total=answer.total,
-        most=answer.most,
-        fits=answer.fits,
-        cost=work.seconds,
-        work=work,
-    )
+    found = replace(blank, micro_batch=size, accumulation=accumulation, cost=work.seconds, work=work)
+    return replace(found, least=answer.least, total=answer.total, most=answer.most, fits=answer.fits)
 
 
 def _update(traced: Trace, accumulated: int, accumulation: int) -> StepWork:

@@ -1,8 +1,7 @@
-"""Compares several layouts of one run, starting with the cheapest that fits."""
+"""Compares several layouts of one run, starting with the cheapest that fits; as text, and as JSON in bytes, seconds and FLOPs."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -16,10 +15,11 @@ from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
-from headway.planning.dry_run.stages import rehearse_stages
-from headway.planning.dry_run.trial import rehearse
+from headway.planning.dry_run.fake_group import PeerAnswer
+from headway.planning.dry_run.meter import MeteredCollective, Volume
+from headway.planning.dry_run.trial import StepDryRun, rehearse, rehearse_stages
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, outcome
+from headway.planning.outcome import Plan, RankShare, outcome
 from headway.planning.table import tabulate
 
 _CARD = replace(DEVICES["h100"], cublas=0)
@@ -102,23 +102,12 @@ def plan(
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
-    options = collect_options(kwargs_handlers)
-    trial = partial(
-        rehearse,
-        make,
-        layout,
-        step=step,
-        make_optimizer=maker(optimizer),
-        precision=precision,
-        options=options,
-        machine_ranks=machine_ranks,
-        device=_CARD,
-    )
-    if layout.pp > 1:
-        trials = rehearse_stages(layout, lambda rank, told: trial(rank, told=told))
-    else:
-        trials = (trial(0),)
-    return outcome(name, layout, trials, tokens)
+    given = step, maker(optimizer), precision, collect_options(kwargs_handlers), machine_ranks
+
+    def trial(rank: int, told: PeerAnswer | None = None) -> StepDryRun:
+        return rehearse(make, layout, rank, *given, told, _CARD)
+
+    return outcome(name, layout, rehearse_stages(layout, trial) if layout.pp > 1 else (trial(0),), tokens)
 
 
 def compare(
@@ -198,3 +187,50 @@ def _order(row: ComparedPlan) -> tuple[int, float]:
     if row.reason:
         return 1, float(row.plan.peak)
     return 0, row.cost.per_unit if row.cost is not None else float(row.plan.peak)
+
+
+def as_dict(comparison: PlanComparison) -> dict[str, Any]:
+    """A comparison, its rows in their order."""
+    return {"cluster": asdict(comparison.cluster), "layouts": [_row(row) for row in comparison.rows]}
+
+
+def _row(row: ComparedPlan) -> dict[str, Any]:
+    found: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
+    if row.plan is not None:
+        found |= plan_as_dict(row.plan)
+    if row.cost is not None:
+        found["cost"] = asdict(row.cost)
+    return found
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """One layout."""
+    shares = {"rank0": plan.rank0, "fullest": plan.shares.fullest(), "last": plan.last_rank}
+    return {
+        "num_ranks": plan.num_ranks,
+        "axes": plan.layout.sizes,
+        "num_parameters": plan.num_parameters,
+        "ranks": {name: _share(share) for name, share in shares.items()},
+        "empty_ranks": plan.shares.num_empty,
+        "parameters_with_gaps": plan.shares.num_with_gaps,
+        "activations": plan.activations,
+        "gathered": plan.gathered if plan.exchanges is not None else None,
+        "total": plan.total,
+        "peak": plan.peak,
+        "checkpoint": asdict(plan.saved),
+        "exchanges": None if plan.exchanges is None else [_exchange(*each) for each in plan.exchanges.items()],
+        "stages": [
+            {"held": _share(stage.share), "activations": stage.activations, "sent": stage.sent, "flops": stage.flops}
+            for stage in plan.stages
+        ],
+        "flops": plan.flops,
+        "tokens": plan.tokens,
+    }
+
+
+def _share(share: RankShare) -> dict[str, Any]:
+    return asdict(share) | {"num_bytes": share.num_bytes}
+
+
+def _exchange(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
+    return asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}

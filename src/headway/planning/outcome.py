@@ -9,8 +9,7 @@ import torch
 
 from headway.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
-from headway.planning.dry_run.trial import StateOf, StepDryRun
-from headway.planning.shares import RankGroups, TensorShare
+from headway.planning.dry_run.trial import RankGroups, StateOf, StepDryRun, TensorShare
 from headway.planning.table import describe
 
 

@@ -15,7 +15,7 @@ from headway.common.optional import require
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.solve import LongestSequence
-from headway.forecasting.tracing.masks import unmasked as unmasked
+from headway.forecasting.tracing.tensors import unmasked as unmasked
 from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import Step
 from headway.planning.tasks import TASKS

@@ -18,18 +18,8 @@ _NOT_COUNTED = "not counted"
 def tabulate(comparison: Comparison) -> list[str]:
     """The layouts beside each other, then why some do not fit."""
     head = [
-        "strategy",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "gathered",
-        "total",
-        "peak",
-        "sent",
-        "update",
-        "waits for",
-    ]
+        "strategy", "weights", "gradients", "optimizer", "activations", "gathered", "total", "peak", "sent", "update", "waits for",
+    ]  # fmt: skip
     has_tokens = any(row.cost is not None and row.cost.tokens_per_second for row in comparison.rows)
     head += ["tokens/s"] if has_tokens else []
     head.append("")
@@ -151,19 +141,10 @@ def _gaps(plan: Plan) -> Iterable[str]:
     )
 
 
-def _exchanges(plan: Plan) -> list[list[str]]:
-    return [
-        [
-            exchange.phase,
-            exchange.kind,
-            exchange.axis,
-            f"{exchange.num_ranks:,}",
-            f"{volume.calls:,}",
-            format_bytes(volume.num_bytes),
-            format_bytes(exchange.sent(volume.num_bytes)),
-        ]
-        for exchange, volume in (plan.exchanges or {}).items()
-    ]
+def _exchanges(plan: Plan) -> Iterable[list[str]]:
+    for exchange, volume in (plan.exchanges or {}).items():
+        sizes = format_bytes(volume.num_bytes), format_bytes(exchange.sent(volume.num_bytes))
+        yield [exchange.phase, exchange.kind, exchange.axis, f"{exchange.num_ranks:,}", f"{volume.calls:,}", *sizes]
 
 
 def _counted(size: int | None) -> str:

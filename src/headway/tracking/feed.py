@@ -9,6 +9,8 @@ the log knows where a resume is to be expected, and are opened again where the g
     resumed, or a checkpoint waits to be resumed from       the same tracker runs
     the last start was killed, and nothing else is known    the same, until the first value says otherwise
     the last start ended                                    new ones, unless a resume follows
+
+What may be logged stands by names joined with '/': numbers, 0-d tensors, numpy's scalars, text, and what only some trackers know.
 """
 
 import threading
@@ -20,6 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+
 from headway.common import env
 from headway.errors import StateError, TrackingError
 from headway.log import get_logger
@@ -28,7 +33,55 @@ from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
 from headway.tracking.runlog import LoggedRun, RunLog, Value, read_run
 from headway.tracking.select import Choice
-from headway.tracking.values import describe, flatten, is_loggable, to_python
+
+
+def flatten(values: Mapping[Any, object], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, names joined with '/'. Nothing is read from a device.
+
+    Args:
+        values: a None among them is left out: there was no such value this time.
+        prefix: of the names.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}/")
+        elif value is not None:
+            flat[name] = value
+    return flat
+
+
+def is_loggable(value: object) -> bool:
+    """Is it one number or a text?"""
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return value.ndim == 0 and not _is_complex(value)
+    return isinstance(value, bool | int | float | str | numpy.number | numpy.bool_) and not _is_complex(value)
+
+
+def to_python(value: object) -> Value:
+    """The value as Python has it; a tensor on a device is waited for."""
+    if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
+        value = value.item()
+    for kind in (bool, int, float, str):  # a subclass of theirs may know no other printing than its own
+        if isinstance(value, kind):
+            return kind(value)
+    raise TrackingError(f"{describe(value)} cannot be logged")
+
+
+def describe(value: object) -> str:
+    """What kind of thing it is."""
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+        return f"{kind} of shape {tuple(value.shape)} and type {value.dtype}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_complex(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_complex()
+    return isinstance(value, numpy.generic | numpy.ndarray) and numpy.iscomplexobj(value)
+
 
 log = get_logger(__name__)
 
@@ -93,14 +146,8 @@ class GuardedTracker:
         self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
         if not self._is_warned or self.is_dropped:
             fate = "is used no more" if self.is_dropped else "failed"
-            log.warning(
-                "the tracker %s %s: %s in %s(); training goes on",
-                self.name,
-                fate,
-                text[:1000],
-                method,
-                main_process_only=False,
-            )
+            said = self.name, fate, text[:1000], method
+            log.warning("the tracker %s %s: %s in %s(); training goes on", *said, main_process_only=False)
             self._is_warned = True
             what = "tracker_dropped" if self.is_dropped else "tracker_failed"
             report = self._report()
@@ -125,10 +172,7 @@ class RunFeed:
     def __init__(
         self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool, position: Callable[[], int]
     ) -> None:
-        self.project = project
-        self.folder = folder
-        self._choices = choices
-        self._position = position
+        self.project, self.folder, self._choices, self._position = project, folder, choices, position
         self._is_log_warned = False
         self.runlog: RunLog | None = None
         self.before: LoggedRun | None = None

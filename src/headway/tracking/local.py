@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headway.tracking.base import TrackedRun
-from headway.tracking.package import PackageAdapter, RowAdapter
+from headway.tracking.base import PackageAdapter, RowAdapter, TrackedRun
+from headway.tracking.feed import flatten, is_loggable
 from headway.tracking.pictures import Picture, file_name, in_colour, numbered, pictures, without_axis, write_png
 from headway.tracking.runlog import leaves
-from headway.tracking.values import flatten, is_loggable
 
 
 class TensorBoardAdapter(PackageAdapter):

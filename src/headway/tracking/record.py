@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from headway.tracking import feed as feeding
     from headway.tracking import pictures as drawing
     from headway.tracking import runlog
-    from headway.tracking import values as told
 else:
     feeding = Later("headway.tracking.feed")
     drawing = Later("headway.tracking.pictures")
     runlog = Later("headway.tracking.runlog")
-    told = Later("headway.tracking.values")
 
 log = get_logger(__name__)
 
@@ -121,7 +119,7 @@ class RunRecorder:
         if isinstance(values, Mapping):
             feed.log(values, self._note_step(step), log_kwargs or {})
         else:
-            log.warning_once("log() takes a mapping of names and values; %s is left out", told.describe(values))
+            log.warning_once("log() takes a mapping of names and values; %s is left out", feeding.describe(values))
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
@@ -224,7 +222,9 @@ class RunRecorder:
 
 def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
-        name: told.to_python(value) for name, value in told.flatten(summary or {}).items() if told.is_loggable(value)
+        name: feeding.to_python(value)
+        for name, value in feeding.flatten(summary or {}).items()
+        if feeding.is_loggable(value)
     }
 
 

@@ -9,8 +9,7 @@ from urllib.parse import urlparse
 from headway.common import env
 from headway.common.optional import require
 from headway.log import get_logger
-from headway.tracking.base import TrackedRun
-from headway.tracking.package import PackageAdapter, RowAdapter
+from headway.tracking.base import PackageAdapter, RowAdapter, TrackedRun
 from headway.tracking.pictures import Picture, encode_png, without_axis
 
 log = get_logger(__name__)

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headway.tracking.notebook_bar import NotebookTable, in_notebook
-from headway.tracking.progress import track
+from headway.tracking.progress import NotebookTable, in_notebook, track
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
 from headway.trainer.results import format_line, format_value
 

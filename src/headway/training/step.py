@@ -28,13 +28,7 @@ from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.model_turns import TWO_TURNS, ModelTurns
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
-from headway.training.windows import (
-    WHOLE,
-    AccumulationWindow,
-    AccumulationWindows,
-    BatchPiece,
-    LossPolicy,
-)
+from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy
 
 log = get_logger(__name__)
 

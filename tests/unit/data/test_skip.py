@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.skip import skip_first_batches
+from headway.data.build import skip_first_batches
 from headway.errors import DataError
 from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read
 

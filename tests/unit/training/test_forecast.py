@@ -17,7 +17,7 @@ from headway.forecasting.device import calibration, present
 from headway.forecasting.device.calibration import CalibrationRecord
 from headway.forecasting.device.devices import DEVICES, GIB, name_of
 from headway.forecasting.device.present import memory_left, present_device
-from headway.forecasting.tracing.batch_rows import BatchResizer
+from headway.forecasting.tracing.model_copy import BatchResizer
 from headway.forecasting.tracing.step import StepRecipe
 
 MSE = nn.functional.mse_loss

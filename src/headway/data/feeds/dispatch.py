@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.data.feeds.feed import UNCOUNTABLE, BatchFeed, Delivery, State
-from headway.data.feeds.sharded import compact
+from headway.data.feeds.stream import compact
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError
 from headway.runtime.collectives.checked import Collectives
@@ -32,10 +32,7 @@ class DispatchFeed:
     def __init__(
         self, feed: BatchFeed, collectives: Collectives, shard: ShardIndex, is_batched: bool, length: int | None
     ) -> None:
-        self._feed = feed
-        self._collectives = collectives
-        self._shard = shard
-        self._is_batched = is_batched
+        self._feed, self._collectives, self._shard, self._is_batched = feed, collectives, shard, is_batched
         self._length = length
 
     @property
@@ -138,9 +135,7 @@ class DispatchFeed:
         """The main process's `value`, on every rank."""
         value = self._collectives.broadcast_object(value)
         if isinstance(value, Failure):
-            raise DataError(
-                f"the main process failed while it read the data for all ranks: {value.text}; see its traceback"
-            )
+            raise DataError(f"the main process failed while it read the data for all ranks: {value}; see its traceback")
         return value
 
     def _report(self, error: Exception) -> None:
@@ -163,12 +158,5 @@ class DispatchFeed:
         self._feed.load_state(state)
 
 
-class Failure:
-    """Tells the other ranks that reading failed.
-
-    Args:
-        text: the error's.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
+class Failure(str):
+    """Tells the other ranks that reading failed: the error's text."""

@@ -9,13 +9,18 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler
 
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
-from headway.data.feeds.worker import Seeded, SeededIndices, is_read_one_by_one
-from headway.data.feeds.worker_state import ResumedIndices, WorkerRNGStates, WorkerStateCollate
-from headway.data.rebuild import rebuild
+from headway.data.feeds.worker import (
+    ResumedIndices,
+    Seeded,
+    SeededIndices,
+    WorkerRNGStates,
+    WorkerStateCollate,
+    is_read_one_by_one,
+    rebuild,
+)
 from headway.data.sampling.draws import BaseSeed
 from headway.data.sampling.order import SampleOrder
-from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, mark_last
-from headway.data.sampling.windows import WindowSplit
+from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, WindowSplit, mark_last
 from headway.errors import DataError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
@@ -88,9 +93,7 @@ class MappedFeed:
     ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
-        self._own_split = split
-        self.ranks = ranks
-        self._seed = seed
+        self._own_split, self.ranks, self._seed = split, ranks, seed
         self.is_batched = loader.batch_sampler is not None
         self._base_seed = base_seed
         self._is_alone = split.count == 1 and not is_shared

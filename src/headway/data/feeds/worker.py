@@ -1,4 +1,4 @@
-"""Worker processes: the random numbers they draw, and the signals they leave to their rank.
+"""Worker processes, and the torch loader that starts them: the random numbers they draw, the signals they leave to their rank.
 
 Each sample's random numbers are seeded by its position in the epoch's order. Nothing wraps the dataset or the user's
 worker_init_fn: the indices themselves, once they have travelled to a worker, seed its torch, Python and NumPy streams as the
@@ -10,20 +10,30 @@ SLURM, systemd and a terminal send a signal to every process of a job. A worker 
 before that has saved. So in a run that listens for signals, a worker that one reaches asks whether its rank has heard one too,
 and then goes on: the rank saves and ends, and its workers with it. Where the rank has heard nothing the signal was meant for
 the worker, as when torch ends one that does not come back; so it is at the second signal.
+
+One process alone reads with torch's own seeding, and carries its workers' streams along with their batches to resume
+there: worker i begins at the loader's base seed + i, and what a sample draws depends on all that its worker has drawn
+before. Each batch therefore brings the state that its worker's streams had after it, where they have moved (17 kB, 0.1 ms
+in the worker). A pass that is resumed after n batches sends the last states along with the first indices: batch k comes
+from worker k mod W, so the new worker j goes on where the worker of batch n + j was.
 """
 
+import multiprocessing
 import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from headway.data.feeds.feed import State
+from headway.data.sampling.rng import read_text, write_text
 from headway.runtime.seed import mix
+from headway.runtime.signals import listened_for, tell
 
 
 def seed_streams(seed: int) -> None:
@@ -45,8 +55,7 @@ class SeededIndices(list[Any]):
 
     def __init__(self, indices: Sequence[Any], stream: int, position: int) -> None:
         super().__init__(indices)
-        self.stream = stream
-        self.position = position
+        self.stream, self.position = stream, position
 
     def __reduce__(self) -> tuple[object, ...]:
         # A slice is a plain list: iterating here would seed the parent's streams.
@@ -115,9 +124,7 @@ class WorkerStart:
     """
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: SignalEvent) -> None:
-        self.worker_init_fn = worker_init_fn
-        self.signals = signals
-        self._heard = heard
+        self.worker_init_fn, self.signals, self._heard = worker_init_fn, signals, heard
         self._seen: set[int] = set()
 
     def __call__(self, worker_id: int) -> None:
@@ -132,3 +139,142 @@ class WorkerStart:
         self._seen.add(number)
         if not (is_first and self._heard.wait(_HEARD)):
             os._exit(0)  # as torch's worker does when its rank ends it
+
+
+class WorkerBatch(NamedTuple):
+    """A batch on its way from a worker.
+
+    Attributes:
+        batch: as the user's collate function made it.
+        streams: of the worker after it; None: as after its last one.
+    """
+
+    batch: Any
+    streams: str | None
+
+
+class WorkerStateCollate:
+    """The user's collate function in a worker, with the worker's random streams beside what it returns."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+        self._last: str | None = None
+
+    def __call__(self, samples: object) -> WorkerBatch:
+        """Collate, then look at the streams."""
+        batch = self.collate_fn(samples)
+        streams = read_text()
+        moved = None if streams == self._last else streams
+        self._last = streams
+        return WorkerBatch(batch, moved)
+
+
+class ResumedIndices:
+    """Indices on their way to a worker whose streams are to go on from somewhere; they arrive as they were.
+
+    Args:
+        index: whatever the dataset is asked for.
+        streams: as `read_text` read them.
+    """
+
+    def __init__(self, index: Any, streams: str) -> None:
+        self.index, self.streams = index, streams
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrive_resumed, (self.index, self.streams)
+
+
+class WorkerRNGStates:
+    """Where the streams of a pass's workers are, as of the batch last yielded.
+
+    Workers go by the numbers that they would have in a pass that was never interrupted.
+
+    Args:
+        num_workers: 1 or more.
+        is_persistent: they live on after a pass, and draw on.
+    """
+
+    def __init__(self, num_workers: int, is_persistent: bool) -> None:
+        self._is_persistent = is_persistent
+        self._streams: list[str | None] = [None] * num_workers
+        self._num_batches = 0
+        self._are_sent = False
+        self._loaded: tuple[list[str | None], int] | None = None
+
+    def begin(self, is_seeking: bool) -> int:
+        """A pass begins; with `is_seeking` where the loaded streams were.
+
+        Returns:
+            Batches to read again before it: where not every worker had one, it is begun at its start.
+        """
+        loaded, self._loaded = self._loaded, None
+        self._num_batches = 0
+        if not self._is_persistent:
+            self._are_sent, self._streams = False, [None] * len(self._streams)
+        if loaded is None or not (is_seeking or self._is_persistent):
+            return 0
+        streams, num_batches = loaded
+        if is_seeking and None in streams:
+            return num_batches
+        self._streams, self._are_sent = streams, True
+        self._num_batches = num_batches if is_seeking else 0
+        return 0
+
+    def to_send(self) -> list[str | None]:
+        """For the first batches of the pass, the streams that their workers begin with; None: their own."""
+        if not self._are_sent:
+            return []
+        count = len(self._streams)
+        return [self._streams[(self._num_batches + number) % count] for number in range(count)]
+
+    def note(self, carried: WorkerBatch) -> Any:
+        """A batch has come; returns it bare."""
+        if carried.streams is not None:
+            self._streams[self._num_batches % len(self._streams)] = carried.streams
+        self._num_batches += 1
+        return carried.batch
+
+    def state(self, is_running: bool) -> State:
+        """The workers' streams and the batches so far; between two passes only of persistent ones."""
+        if not (is_running or self._is_persistent):
+            return {}
+        return {"workers": {"streams": list(self._streams), "num_batches": self._num_batches}}
+
+    def load_state(self, state: State) -> None:
+        """Go on from them, where as many workers read."""
+        told = state.get("workers", {"streams": (), "num_batches": 0})
+        fits = len(told["streams"]) == len(self._streams)
+        self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
+
+
+def _arrive_resumed(index: object, streams: str) -> Any:
+    write_text(streams)
+    return index
+
+
+_SETTINGS = [
+    "collate_fn", "num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "persistent_workers", "in_order",
+]  # fmt: skip
+
+
+def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
+    """A loader with all of `loader`'s settings but its source of indices, and with `changes`.
+
+    It draws its workers' base seed from a generator of its own, so that iterating leaves torch's global stream alone;
+    seed `generator` before each pass. Where this process listens for signals, the workers leave them to it.
+
+    Args:
+        loader: the user's.
+        kind: the class to make.
+        changes: arguments of that class: the source of indices, and what else differs.
+    """
+    # Settings differ between torch's versions; what this one has, it accepts.
+    names = _SETTINGS + (["multiprocessing_context", "prefetch_factor"] if loader.num_workers > 0 else [])
+    names += ["snapshot_every_n_steps"] if hasattr(kind, "state_dict") else []
+    settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if loader.num_workers > 0 and (signals := listened_for()):
+        context = loader.multiprocessing_context or multiprocessing
+        heard = context.Event()
+        tell(heard.set)
+        settings["worker_init_fn"] = WorkerStart(settings["worker_init_fn"], signals, heard)
+    return kind(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})

@@ -4,9 +4,12 @@ By default torch's plain shuffling is a `DrawnOrder`: at the start of a pass the
 draw, and the order is a pure function of it, so that any position can be sought. A seedable order and sequential reading
 are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept as the user gave it (`SamplerOrder`): it
 draws from its own generators or, where it has none, from global random streams, whose state at the epoch's start is kept.
+
+What loaders do where several ways are right is a choice that is handed in: `LoadingRules`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,7 +17,9 @@ import numpy
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
+from headway.data.loader import PreparedLoader
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rng import Agree, GlobalStreams, OwnGenerators
 from headway.runtime.seed import mix
@@ -63,9 +68,7 @@ class PureOrder:
     """
 
     def __init__(self, items: Sized, is_shuffled: bool, seed: int) -> None:
-        self.items = items
-        self.is_shuffled = is_shuffled
-        self.seed = seed
+        self.items, self.is_shuffled, self.seed = items, is_shuffled, seed
 
     @classmethod
     def of(cls, sampler: Any, seed: int, is_seedable: bool) -> "PureOrder | None":
@@ -113,9 +116,7 @@ class DrawnOrder:
     """
 
     def __init__(self, items: Sized, stream: LoaderStream, agree: Agree | None) -> None:
-        self.items = items
-        self._stream = stream
-        self._agree = agree
+        self.items, self._stream, self._agree = items, stream, agree
         self._drawn: int | None = None
         self._opened: int | None = None
         self._loaded: int | None = None
@@ -172,9 +173,7 @@ class SamplerOrder:
         agree: Agree | None,
         is_synchronised: bool,
     ) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self._stream = stream
+        self.sampler, self.seed, self._stream = sampler, seed, stream
         self._own = OwnGenerators(sampler, agree if is_synchronised else None)
         self._continues_global = not is_seedable and not self._own.generators
         self._agree = agree
@@ -249,3 +248,62 @@ def _length(sampler: Any) -> int:
         return len(sampler)
     except TypeError:
         return 1 << 62
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """What an order may be drawn from.
+
+    Attributes:
+        config: how loaders shuffle.
+        seed: of this loader's order, the same on all ranks.
+        stream: what the run's loaders draw from.
+        agree: turns this rank's value into that of rank 0; None: this process draws alone.
+        is_synchronised: let samplers' own generators begin each epoch with rank 0's state.
+    """
+
+    config: DataLoaderConfiguration
+    seed: int
+    stream: LoaderStream
+    agree: Agree | None
+    is_synchronised: bool
+
+
+class LoadingRules:
+    """How a run's loaders order, read and share out: as torch's do, unless a subclass says otherwise.
+
+    Attributes:
+        reads_ahead: fetch a map-style batch before the one in hand is trained on, where the process itself fetches it: what
+            collating draws from the global streams then comes before what training draws.
+        leaves_workers: workers draw from the streams that torch gives them, on several ranks too; False: there from functions
+            of a sample's place in the epoch, so that a resumed epoch is the same on any number of ranks.
+        opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
+        parts_streams: where several ranks read the same part of the data, loaders draw from a stream of their own.
+    """
+
+    reads_ahead = False
+    leaves_workers = False
+    opens_late = False
+    parts_streams = True
+
+    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
+        """The order of a sampler: plain shuffling as torch draws it, or by the seed and the epoch; others as they are."""
+        is_seedable = draws.config.is_seedable
+        pure = PureOrder.of(sampler, draws.seed, is_seedable)
+        if pure is not None:
+            return pure
+        if is_plain_shuffling(sampler):
+            return DrawnOrder(sampler, draws.stream, draws.agree)
+        return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronised)
+
+    def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:
+        """The prepared loader of these parts, which goes by `config`."""
+        return PreparedLoader(*parts)
+
+    def is_apart(self, config: DataLoaderConfiguration) -> bool:
+        """Do loaders leave the run's stream alone, and are workers' streams functions of the seed and the epoch?"""
+        return config.is_seedable
+
+    def spreads(self, config: DataLoaderConfiguration, is_stream: bool) -> bool:
+        """Is an incomplete round shared out evenly, in short batches, instead of filling one rank's batch after the other?"""
+        return False

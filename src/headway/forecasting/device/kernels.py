@@ -3,6 +3,10 @@
 The step is traced on fake tensors that lie on the CPU. For the time of a trace the operations below get an implementation for fake
 tensors that asks for what the target's kernels ask for; real tensors go on being computed as ever. It is registered in torch's
 dispatcher, not in a Python function, so that calls from C++ and recomputation in backward meet it as well.
+
+CUDA's autocast computes other operations in float32, and leaves others alone, than a CPU's. The names are those that torch
+registers for AutocastCUDA (`aten/src/ATen/autocast_mode.h`); a test compares them with the torch that is installed. Those that run
+in half precision are the same on both.
 """
 
 import warnings
@@ -14,10 +18,35 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headway.forecasting.device import recurrent
-from headway.forecasting.device.autocast import AS_GIVEN, FLOAT32, FLOAT32_IF_FREE
+from headway.forecasting.device import workspaces
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.reductions import Sizes, of_sums
+from headway.forecasting.device.workspaces import Sizes, of_sums
+
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm",
+    "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
+    "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "rms_norm", "norm.Scalar",
+    "norm.ScalarOpt_dim",
+)  # fmt: skip
+"""Their inputs become float32."""
+
+FLOAT32_IF_FREE = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum",
+    "sum.dim_IntList",
+)  # fmt: skip
+"""They get `dtype=torch.float32`, unless the call says another one."""
+
+AS_GIVEN = (
+    "cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d",
+    "fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d", "grid_sampler_3d", "stft", "stft.center",
+    "quantile", "trace", "polar", "multilabel_margin_loss_forward", "fake_quantize_per_tensor_affine",
+)  # fmt: skip
+"""A CPU's autocast makes their inputs float32; CUDA's has nothing to do with them, but with what they call."""
+
 
 FLASH_MAX_HEAD = 256
 _HALVES = (torch.float16, torch.bfloat16)
@@ -71,24 +100,6 @@ def _ordered(tensor: torch.Tensor) -> list[int]:
     return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
 
 
-def _gathered_by_gloo(args: tuple[Any, ...]) -> list[int]:
-    """What comes in lies in a row first."""
-    return [args[0].nbytes]
-
-
-def _gathered_by_name(args: tuple[Any, ...]) -> list[int]:
-    return [args[0].nbytes * args[1]]
-
-
-def _scattered_by_gloo(args: tuple[Any, ...]) -> list[int]:
-    """All of the input is summed, in a copy."""
-    return [args[1].nbytes]
-
-
-def _scattered_by_name(args: tuple[Any, ...]) -> list[int]:
-    return [args[0].nbytes]
-
-
 def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
     """bitsandbytes' update of Adam in torch's operations: gradient, both moments, a root and a denominator in float32."""
     return [args[2].numel() * 4] * 5
@@ -127,10 +138,10 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
     **_BY_VALUES,
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
-    "c10d::_allgather_base_": _gathered_by_gloo,
-    "c10d::_reduce_scatter_base_": _scattered_by_gloo,
-    "_c10d_functional::all_gather_into_tensor": _gathered_by_name,
-    "_c10d_functional::reduce_scatter_tensor": _scattered_by_name,
+    "c10d::_allgather_base_": lambda args: [args[0].nbytes],  # what comes in lies in a row first
+    "c10d::_reduce_scatter_base_": lambda args: [args[1].nbytes],  # all of the input is summed, in a copy
+    "_c10d_functional::all_gather_into_tensor": lambda args: [args[0].nbytes * args[1]],
+    "_c10d_functional::reduce_scatter_tensor": lambda args: [args[0].nbytes],
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
     "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
@@ -146,8 +157,8 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
-    "aten::_cudnn_rnn": recurrent.asked_by_cudnn,
-    "aten::_cudnn_rnn_backward": recurrent.asked_by_cudnn_backward,
+    "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
+    "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
     "bitsandbytes::optimizer_update_32bit": _nothing,
 }
@@ -162,8 +173,8 @@ def scratch(device: Device) -> dict[str, Sizes]:
 OVERSIZED: dict[str, Sizes] = {
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
-    "aten::_cudnn_rnn": recurrent.kept_by_cudnn,
-    "aten::mkldnn_rnn_layer": recurrent.kept_by_onednn,
+    "aten::_cudnn_rnn": workspaces.kept_by_cudnn,
+    "aten::mkldnn_rnn_layer": workspaces.kept_by_onednn,
 }
 """Everywhere: bytes behind each result that are more than it shows: of a loss that was made for all elements and then shrunk to one
 number, which gives nothing back; of what recurrent layers keep."""
@@ -246,7 +257,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         choice = None
         if device.is_cuda:
             choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
-            recurrent.override(library)
+            workspaces.override(library)
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):

@@ -24,18 +24,9 @@ class MemoryEvent(NamedTuple):
 
 
 KINDS = (
-    "weights",
-    "buffers",
-    "batch",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "cast weights",
-    "gathered weights",
-    "buckets",
-    "workspaces",
-    "temporaries",
-)
+    "weights", "buffers", "batch", "gradients", "optimizer state", "activations", "cast weights", "gathered weights", "buckets",
+    "workspaces", "temporaries",
+)  # fmt: skip
 """What memory is held for, in the order in which it is shown."""
 
 

@@ -20,8 +20,7 @@ from headway.common.callsite import users_line
 from headway.errors import HeadwayError, SkeletonError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.loop import run
-from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe
+from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.tensors import without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter

@@ -2,11 +2,13 @@
 
 The model itself stays as it is: the copy shares no tensor with it, and is made without reading one. A function that was patched into
 the model may hold on to the model all the same; that is found out, taken back, and refused.
+
+A batch that is there gives those of any size: its rows are repeated or cut, without values.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headway.errors import ConfigError, HeadwayError, UnsupportedError
-from headway.forecasting.tracing.tensors import without_values
+from headway.errors import ConfigError, DataError, HeadwayError, UnsupportedError
+from headway.forecasting.tracing.tensors import MASK, without_values
+from headway.runtime.collectives.tree import Tree, find_batch_size, map_tensors, tensors
 
 _META = torch.device("meta")
 
@@ -137,3 +140,52 @@ def untouched(model: nn.Module) -> Iterator[None]:
             "in it, such as a patched forward or a hook, holds on to the model. Write it as a method, or use "
             "headway.forecast(model_fn=...)"
         )
+
+
+class BatchResizer:
+    """Gives the batch with another number of rows.
+
+    Args:
+        batch: a real one: tensors, and whatever holds them. Tensors with as many rows as the first one grow and shrink.
+
+    Attributes:
+        num_rows: of the batch.
+        is_padded: its attention_mask masks something; None: there is none.
+        caveats: what is assumed.
+
+    Raises:
+        DataError: there is no tensor with rows in it.
+    """
+
+    def __init__(self, batch: Tree) -> None:
+        num_rows = find_batch_size(batch)
+        if not num_rows:
+            raise DataError(
+                "the batch has no tensor with a first dimension, so its number of samples is unknown; give one real micro-batch"
+            )
+        self.num_rows = num_rows
+        self._batch = dict(batch) if isinstance(batch, Mapping) else batch
+        self.is_padded = _is_padded(self._batch)
+        others = [list(each.shape) for each in tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
+        found: list[str] = []
+        if others:
+            found.append(
+                f"the batch has {num_rows} samples, but also tensors of shape {others[0]}, which are assumed to be the same for "
+                "any batch; give batch_fn= if they are not"
+            )
+        self.caveats = tuple(found)
+
+    def __call__(self, size: int) -> Tree:
+        """With so many rows, on torch's meta device."""
+        return map_tensors(lambda tensor: self._sized(tensor, size), self._batch)
+
+    def _sized(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.ndim == 0 or tensor.shape[0] != self.num_rows or size == self.num_rows:
+            return shape
+        return torch.cat([shape] * -(-size // self.num_rows))[:size]
+
+
+def _is_padded(batch: Tree) -> bool | None:
+    mask = batch.get(MASK) if isinstance(batch, dict) else None
+    return not bool(mask.all()) if isinstance(mask, torch.Tensor) and not mask.is_meta else None

@@ -127,9 +127,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
             self._exchanged(func, (*args, *kwargs.values()), result)
-        elif (
-            func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat"
-        ):  # that is a copy of gradients, which goes
+        elif func.namespace == "fsdp" and func._schema.name != "fsdp::chunk_cat":  # a copy of gradients, which goes
             for tensor in _tensors(kwargs.get("out")):
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage

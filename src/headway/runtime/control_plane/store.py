@@ -23,12 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from headway.common import env

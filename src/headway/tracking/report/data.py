@@ -288,21 +288,9 @@ def _load_run(path: Path, label: str) -> RunData:
     moments = [moment for moment in moments if math.isfinite(moment)]
     began, last = min(moments, default=0.0), max(moments, default=0.0)
     place = _StepAxis(run.values.values(), began)
-    data = RunData(
-        label,
-        path,
-        run.project,
-        leaves(run.config, "."),
-        run.starts,
-        began,
-        last - began,
-        run.is_ended,
-        _is_torn(path),
-        run.damaged,
-        has_steps=place.has_steps,
-        silent_for=max(0.0, time.time() - last),
-        summary=leaves(run.summary or {}, "."),
-    )
+    known = run.starts, began, last - began, run.is_ended, _is_torn(path), run.damaged
+    data = RunData(label, path, run.project, leaves(run.config, "."), *known, summary=leaves(run.summary or {}, "."))
+    data.has_steps, data.silent_for = place.has_steps, max(0.0, time.time() - last)
     for name, found in run.values.items():
         if points := place.points(found):
             data.series[name] = points

@@ -152,30 +152,12 @@ def _encode_data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[fl
         "steps": all(run.has_steps for run in runs),
         "ends": ends,
         "crowd": _CROWD,
-        "panels": [
-            {
-                "title": panel.title,
-                "unit": panel.unit,
-                "zero": panel.from_zero,
-                "tall": panel.is_tall,
-                "smooth": panel.is_smoothed,
-                "lines": [_encode_line(line) for line in panel.lines],
-            }
-            for panel in drawn
-        ],
+        "panels": list(map(_encode_panel, drawn)),
         "dashes": [looks.dash(index) for index in range(4 * len(looks.LINES))],
         "marks": looks.MARKS,
     }
     written = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character, code in (
-        ("<", "\\u003c"),
-        (">", "\\u003e"),
-        ("&", "\\u0026"),
-        ("\u2028", "\\u2028"),
-        ("\u2029", "\\u2029"),
-    ):
-        written = written.replace(character, code)
-    return written
+    return written.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"})
 
 
 def _list_signs(run: RunData) -> Iterator[list[Any]]:
@@ -183,18 +165,17 @@ def _list_signs(run: RunData) -> Iterator[list[Any]]:
         yield [event.kind, _round(event.step), _round(event.seconds), looks.sentence(event)]
 
 
+def _encode_panel(panel: Panel) -> dict[str, Any]:
+    looks_like = {"zero": panel.from_zero, "tall": panel.is_tall, "smooth": panel.is_smoothed}
+    return {"title": panel.title, "unit": panel.unit, **looks_like, "lines": list(map(_encode_line, panel.lines))}
+
+
 def _encode_line(line: ChartLine) -> dict[str, Any]:
     series = line.series
     found: dict[str, Any] = {
-        "run": line.run,
-        "label": line.label,
-        "colour": line.colour,
-        "dotted": line.is_dotted,
-        "dashed": line.is_dashed,
-        "s": _round_all(series.steps, 12),
-        "t": _round_all(series.times, 7),
-        "v": _round_all(series.means, 6),
-    }
+        "run": line.run, "label": line.label, "colour": line.colour, "dotted": line.is_dotted, "dashed": line.is_dashed,
+        "s": _round_all(series.steps, 12), "t": _round_all(series.times, 7), "v": _round_all(series.means, 6),
+    }  # fmt: skip
     if series.lows:
         found |= {"lo": _round_all(series.lows, 4), "hi": _round_all(series.highs, 4)}
     if series.marks:

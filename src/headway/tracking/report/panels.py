@@ -144,8 +144,7 @@ class _Drawing:
     """Turns names into lines: a colour for each run, or for each line where there is one run."""
 
     def __init__(self, runs: Sequence[RunData], limit: int) -> None:
-        self.runs = runs
-        self._limit = limit
+        self.runs, self._limit = runs, limit
 
     def lines(self, names: dict[str, str]) -> list[ChartLine]:
         found = []

@@ -13,7 +13,7 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.rules import LoadingRules, TorchRules
+from headway.data.sampling.order import LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt
@@ -108,7 +108,7 @@ class Preparation:
         self._neighbours = neighbours
         self._transforms = transforms
         self._evaluated: set[int] = set()
-        self._rules = rules or TorchRules()
+        self._rules = rules or LoadingRules()
         self._wrappers = wrappers
         self.loader_stream = LoaderStream(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.data.feeds.sharded import compact, is_shardable
-from headway.data.feeds.stream import StreamCollate
+from headway.data.feeds.stream import StreamCollate, compact, is_shardable
 from headway.data.sampling.shard import SampleSplit
 from headway.errors import DataError, HeadwayWarning
 from tests.unit.data.fakes import SizedStream, Stream, joined, on_ranks, prepare, read

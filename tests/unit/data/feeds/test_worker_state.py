@@ -3,7 +3,7 @@
 import pickle
 import random
 
-from headway.data.feeds.worker_state import ResumedIndices, WorkerBatch, WorkerRNGStates, WorkerStateCollate
+from headway.data.feeds.worker import ResumedIndices, WorkerBatch, WorkerRNGStates, WorkerStateCollate
 from headway.data.sampling.rng import read_text
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.data.sampling.dataset_rng import DatasetRNGStates, NumpyReader
-from headway.data.sampling.rng import among_streams, is_streams_text, text_of
+from headway.data.sampling.rng import DatasetRNGStates, NumpyReader, among_streams, is_streams_text, text_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STOPS = range(1, 18)  # all updates of three epochs but the last

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.sampling.windows import WindowSplit
+from headway.data.sampling.shard import WindowSplit
 
 
 @st.composite

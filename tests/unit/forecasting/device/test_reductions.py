@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.forecasting.device.devices import find
-from headway.forecasting.device.reductions import of_sums
+from headway.forecasting.device.workspaces import of_sums
 
 
 def asked(device, shape, dims, dtype=torch.float32):

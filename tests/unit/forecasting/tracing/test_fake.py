@@ -10,8 +10,8 @@ from benchmarks.forecast.truth import peak
 from headway.errors import LossError, UnsupportedError
 from headway.forecasting.answer import of_trace
 from headway.forecasting.device.allocator import replay
-from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.device.devices import find, spread
+from headway.forecasting.device.kernels import FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.solve import alike
 from headway.forecasting.tracing.events import plain_peak, split_at, told_apart
 from headway.forecasting.tracing.fake import trace

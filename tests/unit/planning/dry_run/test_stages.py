@@ -9,9 +9,8 @@ import torch
 from headway import PipelineOptions
 from headway.config.mesh import parse
 from headway.errors import StateError, UnsupportedError
-from headway.planning.bubble import StageTimeline, simulate
 from headway.planning.compare import compare, plan
-from headway.planning.costs import ClusterRates, cost
+from headway.planning.costs import ClusterRates, StageTimeline, cost, simulate
 from headway.planning.dry_run.meter import PlanEvent
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
 

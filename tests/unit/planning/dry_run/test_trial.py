@@ -12,7 +12,7 @@ from headway.config.engines import EngineOptions
 from headway.config.mesh import Layout, parse
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.forecasting.device.devices import find
-from headway.planning.dry_run import preparation
+from headway.planning.dry_run import fake_group
 from headway.planning.dry_run.fake_group import OneOfEach, pretend
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import rehearse, run
@@ -66,7 +66,7 @@ def test_the_short_way_of_cutting_changes_nothing(make, strategy, num_ranks, mon
     layout = parse(strategy).resolve(num_ranks)
     ranks = 0, num_ranks // 2 - 1, num_ranks - 1
     short = [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
-    monkeypatch.setattr(preparation, "OneOfEach", nullcontext)
+    monkeypatch.setattr(fake_group, "OneOfEach", nullcontext)
     assert short == [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
 
 

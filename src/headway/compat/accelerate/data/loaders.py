@@ -11,7 +11,7 @@ from headway.data.build import prepare_loader
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.order import LoadingRules
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
@@ -122,7 +122,7 @@ class DataLoaderDispatcher(_AcceleratesLoader):
     _dispatches = True
 
 
-class ShardRules(TorchRules):
+class ShardRules(LoadingRules):
     """As torch's loaders, in the classes above."""
 
     def wrap(self, config: DataLoaderConfiguration, *parts: Any) -> PreparedLoader:

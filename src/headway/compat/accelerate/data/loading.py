@@ -17,8 +17,7 @@ from headway.compat.accelerate.data.loaders import ShardRules
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
 from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.order import SampleOrder, permutation
-from headway.data.sampling.rules import RandomSource
+from headway.data.sampling.order import RandomSource, SampleOrder, permutation
 
 
 class SeededShuffle:

@@ -9,8 +9,7 @@ from headway.compat.accelerate.data.loading import AccelerateRules, SeededShuffl
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents
-from headway.data.sampling.order import SamplerOrder
-from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.order import LoadingRules, SamplerOrder
 from headway.data.sampling.shard import ShardIndex
 from tests.unit.data.fakes import Numbers, Stream, on_ranks
 
@@ -105,7 +104,7 @@ def test_other_samplers_draw_from_the_streams_that_they_find():
     assert not AccelerateRules().is_apart(config)
 
 
-@pytest.mark.parametrize(("rules", "num_ahead"), [(AccelerateRules(), 1), (TorchRules(), 0)], ids=["theirs", "ours"])
+@pytest.mark.parametrize(("rules", "num_ahead"), [(AccelerateRules(), 1), (LoadingRules(), 0)], ids=["theirs", "ours"])
 def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead):
     data = Numbers(6)
     for number, _ in enumerate(prepare(DataLoader(data, batch_size=2), rules=rules), start=1):

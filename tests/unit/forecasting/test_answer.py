@@ -1,6 +1,6 @@
 """The timeline of a step, on events that are written by hand."""
 
-from headway.forecasting.timeline import timeline
+from headway.forecasting.answer import timeline
 from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
 
 EVENTS = [

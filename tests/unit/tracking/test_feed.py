@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from headway.tracking.values import describe, flatten, is_loggable, to_python
+from headway.tracking.feed import describe, flatten, is_loggable, to_python
 
 
 def test_numbers_and_texts_of_every_kind_become_pythons():
