@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import headway
 from headway import ActivationCheckpointing, ShardingOptions
-from headway.forecasting.tracing.masks import unmasked
+from headway.forecasting.tracing.tensors import unmasked
 from headway.planning.costs import ClusterRates, cost
 
 TOKENS_PER_SECOND, RESERVED = 5762, 82.4
