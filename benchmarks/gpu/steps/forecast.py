@@ -101,7 +101,7 @@ def one(bench: Bench, case: Case, device: str, budget: int) -> None:
     size = case.batch if case.batch == LARGEST else max(1, case.batch // bench.choose(1, 2, 8))
     said = partial(
         headway.forecast, make, batch_of, loss=loss, device=device, budget=budget, precision=case.precision,
-        optimizer=case.optimizer, recompute=case.recompute,
+        optimizer=case.optimizer, recompute=case.recompute, loop="loss_function",
     )  # fmt: skip
     if size == LARGEST:
         size = said().largest_batch or 1
@@ -176,7 +176,7 @@ def measured(
 
         return peak(
             prepared(bench, case, make),
-            StepRecipe(maker(case.optimizer), loss, case.precision),
+            StepRecipe(maker(case.optimizer), loss, case.precision, loop="loss_function"),
             partial(batch_of, size),
         ), None
     held = torch.cuda.memory_reserved()
@@ -205,7 +205,7 @@ def prepared(bench: Bench, case: Case, make: Callable[[], nn.Module]) -> nn.Modu
 
 
 def train(bench: Bench, case: Case, model: nn.Module, batch_of: Callable[[int], Any], loss: Any, size: int) -> None:
-    """Two updates, as one writes them by hand."""
+    """Two updates, as one writes them by hand; no name keeps the outputs."""
     make = maker(case.optimizer)
     assert make is not None
     optimizer = make(model.parameters())
