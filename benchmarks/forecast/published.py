@@ -2,15 +2,16 @@
 
 import warnings
 
-from benchmarks.forecast.reference import LARGEST, PUBLISHED, AdamWOf2022, batch, model, recompute
+from benchmarks.forecast.reference import LARGEST, PUBLISHED, PUBLISHED_V100, AdamWOf2022, batch, model, recompute
 from headway.forecasting.device.allocator import replay
 from headway.forecasting.device.devices import MIB, find, room, spread
 from headway.forecasting.solve import BudgetSearch
 from headway.forecasting.tracing.events import MemoryEvent
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
+from headway.planning.optimizers import maker
 
-DEVICE = find("rtx-3090")
+DEVICE, V100 = find("rtx-3090"), find("v100-16gb")
 
 
 def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[MemoryEvent]:
@@ -23,6 +24,16 @@ def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[Memo
 def row(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
     """In use on the card, in bytes: least, likely, most."""
     return spread(DEVICE, replay(events(size, is_checkpointed)).reserved)
+
+
+def on_a_v100(size: int, is_checkpointed: bool, is_half: bool, has_adafactor: bool) -> int:
+    """Likely in use on the card, in bytes."""
+    recipe = StepRecipe(
+        maker("adafactor_transformers") if has_adafactor else AdamWOf2022, None, "fp16" if is_half else "no",
+        2 if size == 1 else 1, 1.0, keeps_gradients=True, loop="loss_function",
+    )  # fmt: skip
+    traced = trace(model, lambda: batch(size), recipe, V100, recompute if is_checkpointed else None)
+    return spread(V100, replay(traced.events).reserved)[1]
 
 
 def largest() -> int:
@@ -42,6 +53,10 @@ def main() -> None:
         print(
             f"{size:5}  {'yes' if is_checkpointed else 'no':13}  {shown:25}  {published:9}  {likely / published - 1:+.1%}"
         )
+    print("V100: batch, checkpointing, fp16, Adafactor: forecast, published, error")
+    for run, published in PUBLISHED_V100.items():
+        likely = on_a_v100(*run) / MIB
+        print(f"{run}: {likely:.0f}, {published}, {likely / published - 1:+.1%}")
     print(f"largest batch with checkpointing: {largest()}, published {LARGEST}")
 
 

@@ -14,6 +14,15 @@ from torch import nn
 
 PUBLISHED = {(1, False): 8590, (1, True): 7078, (8, False): 20314, (8, True): 8030}
 """By batch and checkpointing: what the card had in use after the training, in MiB (a tutorial of 2022, sequences of 512)."""
+PUBLISHED_V100 = {
+    (1, True, False, False): 6775,
+    (1, True, True, True): 4847,
+    (1, False, False, False): 8681,
+    (4, False, False, False): 14949,
+    (4, False, False, True): 12295,
+    (4, False, True, False): 13939,
+}
+"""A later edition's, on a V100 with 16 GB, by batch, checkpointing, fp16 and Adafactor; batches of 1 are accumulated."""
 LARGEST = 120
 """The largest batch of the tutorial, with checkpointing, that 24 GB held."""
 ATTENTION = "attention_of_2022"

@@ -15,9 +15,14 @@ def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
         each.untyped_storage()._cdata: each.untyped_storage().nbytes()
         for each in (*model.parameters(), *model.buffers())
     }
+    return profiled(lambda: run(model, recipe, batch), sum(held.values()))
+
+
+def profiled(work: Callable[[], object], in_use: int) -> int:
+    """The most bytes in use while something runs, as torch's profiler records requests; `in_use` of them before it."""
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
-        run(model, recipe, batch)
-    in_use = most = sum(held.values())
+        work()
+    most = in_use
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()

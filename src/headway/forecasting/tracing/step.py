@@ -64,6 +64,10 @@ class StepRecipe:
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
+        if callable(self.loop) and self.max_norm is not None:
+            raise ConfigError(
+                f"max_norm={self.max_norm!r} and your own loop: the loop clips its gradients itself; leave max_norm out"
+            )
         if not callable(self.loop) and self.loop not in LOOPS:
             raise ConfigError(
                 f"loop={self.loop!r}; allowed: {', '.join(LOOPS)}, or a function (model, batches, optimizer)"
@@ -138,10 +142,7 @@ def run_steps(
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
-            arrived = batch()
-            mark_batch(arrived, watcher)
-            held = arrived
-            del arrived
+            held = mark_batch(batch(), watcher)
             with engine.micro_batch(is_last=index == recipe.accumulation - 1):
                 with autocast(recipe.precision):
                     outputs = _outputs(model, held)
@@ -164,9 +165,10 @@ def run_steps(
             _clear(parameters, recipe)
 
 
-def mark_batch(batch: Batch, watcher: StepObserver) -> None:
-    """It has come."""
+def mark_batch(batch: Batch, watcher: StepObserver) -> Batch:
+    """It has come; returns it."""
     watcher.mark([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
+    return batch
 
 
 def _outputs(model: nn.Module, batch: Batch) -> Any:
@@ -363,7 +365,7 @@ def run_loop(
     def batches() -> Iterator[Batch]:
         for _ in range(STEPS * recipe.accumulation):
             phases.enter("forward")
-            yield _arrived(batch, watcher)  # held by the loop alone
+            yield mark_batch(batch(), watcher)  # held by the loop alone
 
     if optimizer is not None:
         optimizer.register_step_pre_hook(lambda *_: phases.enter("update"))
@@ -377,9 +379,3 @@ def run_loop(
             f"{'' if phases.has_backward else ' and no backward'}; it must iterate over all of its batches, call backward on the "
             f"loss, and step the optimizer after every {recipe.accumulation}"
         )
-
-
-def _arrived(batch: Callable[[], Batch], watcher: StepObserver) -> Batch:
-    found = batch()
-    mark_batch(found, watcher)
-    return found

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.forecast.truth import profiled
 from headway.forecasting.device.allocator import replay
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.events import plain_peak
@@ -42,19 +43,16 @@ def measured(kind):
     """By a loop of two updates, as torch's profiler sees it."""
     model = LanguageModel(kind)
     optimizer = torch.optim.SGD(model.parameters())
-    in_use = most = sum(parameter.nbytes for parameter in model.parameters())
-    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
+
+    def work():
         for tokens, targets in (batch(), batch()):
             outputs = model(tokens)
             value = loss(outputs, targets)
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        in_use += event.nbytes()
-        most = max(most, in_use)
-    return most
+
+    return profiled(work, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from benchmarks.forecast.truth import profiled
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.events import plain_peak, told_apart
 from headway.forecasting.tracing.fake import trace
@@ -70,19 +71,16 @@ def batch():
 
 def measured(model, loss):
     optimizer = torch.optim.SGD(model.parameters())
-    in_use = most = sum(parameter.nbytes for parameter in model.parameters())
-    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
+
+    def work():
         for inputs, targets in (batch(), batch()):
             outputs = model(inputs)
             value = loss(outputs, targets)
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        in_use += event.nbytes()
-        most = max(most, in_use)
-    return most
+
+    return profiled(work, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 @pytest.mark.parametrize(("model", "loss"), [(Experts, mse), (Masked, mse)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.forecast.truth import profiled
 from headway.errors import ConfigError
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.events import plain_peak
@@ -82,14 +83,8 @@ def measured(loop, keeps=False):
     """By torch's own profiler: the most bytes in use in two updates."""
     model = Classifier(keeps)
     optimizer = adamw(model.parameters())
-    in_use = most = sum(parameter.nbytes for parameter in model.parameters())
-    with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
-        loop(model, (batch() for _ in range(2)), optimizer)
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        in_use += event.nbytes()
-        most = max(most, in_use)
-    return most
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    return profiled(lambda: loop(model, (batch() for _ in range(2)), optimizer), held)
 
 
 def forecast(loop, keeps=False, **recipe):
@@ -147,3 +142,8 @@ def test_a_loop_that_makes_no_updates_is_an_error():
 def test_another_name_is_an_error():
     with pytest.raises(ConfigError, match="loop='fast'; allowed: plain, zero_grad_before_backward, loss_function"):
         StepRecipe(None, loop="fast")
+
+
+def test_a_loop_of_the_users_own_clips_by_itself():
+    with pytest.raises(ConfigError, match="the loop clips its gradients itself"):
+        forecast(plain, max_norm=1.0)

@@ -1,0 +1,50 @@
+"""What sums ask for beside their results: torch's own kernels and allocator, and the forecast's rule, on four kinds of device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headway.forecasting.device.devices import find
+from headway.forecasting.device.workspaces import of_sums
+
+SHAPES: list[tuple[list[int], list[int]]] = [
+    ([6144, 768], [0]), ([6272, 384], [0]), ([4096, 3072], [0]), ([16, 512, 1024], [0, 1]), ([8192, 10], [0]),
+    ([100000, 64], [1]), ([64, 64], [0]), ([1000000], [0]), ([3, 5000000], [1]), ([32, 196, 384], [0]),
+    ([32, 384, 196], [0, 2]), ([2048, 6], [0]), ([16384, 2], [0]), ([20000, 77], [0]), ([512, 512, 3], [0, 1]),
+    ([7, 9, 4096], [2]), ([4, 1048576], [1]),
+]  # fmt: skip
+MEASURE = """
+import json, sys, torch
+found = []
+for shape, dims in json.loads(sys.argv[1]):
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.zeros(shape, device="cuda", dtype=dtype)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = torch.sum(values, dims)
+        rounded = -(-result.nbytes // 512) * 512
+        found.append(torch.cuda.max_memory_allocated() - before - rounded)
+        del values, result
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("kind", ["h100", "a100-80gb", "t4", "rtx-3090"])
+def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str) -> None:
+    pytest.importorskip("simulated_cuda")
+    environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
+    command = [sys.executable, "-c", MEASURE, json.dumps(SHAPES)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    card = find(kind)
+    rule = of_sums(card.processors, card.threads)["aten::sum"]
+    real = json.loads(ran.stdout.splitlines()[-1])
+    cases = [(shape, dims, dtype) for shape, dims in SHAPES for dtype in (torch.float32, torch.bfloat16)]
+    for (shape, dims, dtype), num_bytes in zip(cases, real, strict=True):
+        asked = sum(rule((torch.empty(shape, dtype=dtype, device="meta"), dims)))
+        # Beside it flags of some bytes a block, and what a block of the allocator has left over.
+        assert 0 <= num_bytes - asked < (1 << 20) + (1 << 12) if asked else num_bytes < 1 << 12, (shape, dims, dtype)
