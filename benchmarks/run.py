@@ -23,7 +23,7 @@ QUESTIONS = {
     "trainer": "What does a micro-batch cost in the Trainer beyond the same loop by hand?",
     "microbatching": "What does automatic micro-batching cost when nothing goes wrong?",
     "device_map": "How long does placing a model on devices take?",
-    "skeleton": "How long does building a model without memory take?",
+    "meta_model": "How long does building a model without memory take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
     "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
     "sharded_checkpoint": "What do saving and loading a sharded model cost, beside torch.distributed.checkpoint?",

@@ -29,12 +29,12 @@ def mapped(files: list[Path]) -> Callable[[], object]:
 
 
 def loaded(folder: Path, library: str, repeats: int = 0) -> Callable[[], object]:
-    """Into a model without memory, by `library`'s load_checkpoint_and_dispatch; the skeletons are built beforehand."""
+    """Into a model without memory, by `library`'s load_checkpoint_and_dispatch; the meta models are built beforehand."""
     module = __import__(library)
-    skeletons = [build() for _ in range(repeats + 1)]  # one more for the warm-up
+    meta_models = [build() for _ in range(repeats + 1)]  # one more for the warm-up
 
     def run() -> object:
-        return module.load_checkpoint_and_dispatch(skeletons.pop(), str(folder), device_map={"": "cpu"})
+        return module.load_checkpoint_and_dispatch(meta_models.pop(), str(folder), device_map={"": "cpu"})
 
     return run
 

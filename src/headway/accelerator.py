@@ -60,7 +60,7 @@ from headway.precision import float8
 from headway.precision.mixed import build_precision
 from headway.runtime import events, process, pulse
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.ranks import RankAware, stream_names
+from headway.runtime.collectives.ranks import RankAware, generator_names
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import note_progress
@@ -236,7 +236,7 @@ class Accelerator(RankAware):
             device_placement,
             rule,
             step_scheduler_with_optimizer,
-            tuple(stream_names(rng_types or ())),
+            tuple(generator_names(rng_types or ())),
             global_batch_size,
             partial(self._transforms, options.checkpointing, dynamo),
             self._loading_rules(),
@@ -496,7 +496,7 @@ class Accelerator(RankAware):
         """Forecast the memory that a training step of the model takes here, and the largest batch that fits (docs/forecast.md).
 
         A copy without values is traced with this Accelerator's precision, accumulation and activation checkpointing. The model, its
-        optimizer, random streams and hooks stay as they are. Each process answers for itself.
+        optimizer, RNG states and hooks stay as they are. Each process answers for itself.
 
         Args:
             model: prepared or not.
@@ -814,7 +814,7 @@ class Accelerator(RankAware):
 
         It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was. Called under a
         condition that lets one rank pass only (`if accelerator.is_main_process:`), that rank writes everything but the other
-        ranks' random streams, and says so once; of a sharded model that is an error.
+        ranks' RNG states, and says so once; of a sharded model that is an error.
 
         Args:
             output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,

@@ -15,7 +15,7 @@
     |   |-- NotServed                          a name of another library that Headway does not have
     |   |   |-- ImportNotServed (ImportError)    it was imported
     |   |   `-- AttributeNotServed (AttributeError) an object was asked for it
-    |   `-- SkeletonError                      a model built without memory read a value that it does not have
+    |   `-- MetaModelError                      a model built without memory read a value that it does not have
     |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
@@ -78,8 +78,11 @@ class DeviceUnavailable(UnsupportedError):
     """An accelerator was asked for that this process cannot use."""
 
 
-class SkeletonError(UnsupportedError):
+class MetaModelError(UnsupportedError):
     """A constructor read a value from a tensor of the meta device, which has none."""
+
+
+SkeletonError = MetaModelError  # its earlier name, until the next release
 
 
 class NotServed(UnsupportedError):

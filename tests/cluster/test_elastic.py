@@ -100,7 +100,7 @@ def test_a_machine_dies_and_another_takes_its_place(hosts: Sequence[Host], tmp_p
     folder = tmp_path / "cut"
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
-    words = "headway launch -n 2 --cpu --num_machines 2 --min_machines 1 --max_restarts 1 --machine_patience 5"
+    words = "headway launch -n 2 --cpu --num_machines 2 --min_machines 1 --max_restarts 1 --machine_timeout 5"
     where = f"--main_process_ip {hosts[0].address} --main_process_port {free_port()}"
     commands = [f"exec {words} {where} --machine_rank {rank} train.py 1 waits" for rank in range(2)]
 

@@ -104,7 +104,7 @@ def whole(tmp_path_factory) -> dict[int, dict]:
 def test_a_spread_model_goes_on_over_the_machines_that_are_left(layout, hosts, whole, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     words = f"headway launch -n 4 --cpu --num_machines 4 --min_machines 2 --max_restarts 2 --strategy {layout}"
-    where = f"--machine_patience 5 --main_process_ip {hosts[0].address} --main_process_port {free_port()}"
+    where = f"--machine_timeout 5 --main_process_ip {hosts[0].address} --main_process_port {free_port()}"
     waits = " ".join(map(str, KILLS))
 
     def said(host: int = 0) -> str:

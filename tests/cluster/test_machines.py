@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.hosts import Host, network, why_not
 
-PATIENCE = 4
+TIMEOUT = 4
 """Seconds until a silent machine counts as lost."""
 
 SLACK = 60
@@ -62,7 +62,7 @@ class Run:
     def __init__(self, hosts: Sequence[Host], folder: Path, num_updates: int, *flags: str) -> None:
         self.hosts, self.folder = hosts, folder
         (folder / "train.py").write_text(PROGRAM)
-        words = f"headway launch -n {len(hosts)} --cpu --num_machines {len(hosts)} --machine_patience {PATIENCE}"
+        words = f"headway launch -n {len(hosts)} --cpu --num_machines {len(hosts)} --machine_timeout {TIMEOUT}"
         asked = hosts[0].start(" ".join([words, *flags, "train.py"]), folder)
         assert asked.wait(SLACK) == 2
         lines = self.said(hosts[0]).splitlines()
@@ -134,7 +134,7 @@ def test_a_stopped_machine_is_named_and_ends_when_it_wakes(hosts: Sequence[Host]
 
 
 def test_a_dead_machine_is_named_at_once(hosts: Sequence[Host], tmp_path: Path) -> None:
-    run = Run(hosts[:2], tmp_path, 5000, "--machine_patience", "600")
+    run = Run(hosts[:2], tmp_path, 5000, "--machine_timeout", "600")
     run.wait_for_the_first_update()
     hosts[0].send(signal.SIGKILL)
     assert run.code(1) == 1
@@ -158,7 +158,7 @@ def test_a_rank_that_fails_ends_the_run_on_all_machines_with_one_exit_code(
 def test_a_machine_that_does_not_come_is_named_on_those_that_have(hosts: Sequence[Host], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     where = f"--num_machines 3 --main_process_ip {hosts[0].address} --main_process_port 29400"
-    command = f"exec headway launch -q -n 3 --cpu {where} --patience 12 --machine_rank"
+    command = f"exec headway launch -q -n 3 --cpu {where} --timeout 12 --machine_rank"
     second = hosts[1].start(f"{command} 1 train.py", tmp_path)
     deadline = time.monotonic() + SLACK
     while "waits for machine 0" not in (tmp_path / "host-b.txt").read_text():
@@ -169,7 +169,7 @@ def test_a_machine_that_does_not_come_is_named_on_those_that_have(hosts: Sequenc
     assert [first.wait(SLACK), second.wait(SLACK)] == [1, 1]
     said = [(tmp_path / f"{host.name}.txt").read_text().splitlines() for host in hosts[:2]]
     assert said[0][0].startswith("headway: machine 0 of 3 waits at 10.77.0.1:29400 for machine")
-    assert "10.77.0.1:29400: machine 2 did not come within 12 s (--patience" in said[0][-1]
+    assert "10.77.0.1:29400: machine 2 did not come within 12 s (--timeout" in said[0][-1]
     assert said[1][0].startswith(
         "headway: machine 1 of 3 waits for machine 0 to open 10.77.0.1:29400 (connection refused so far)"
     )

@@ -144,7 +144,7 @@ def meddle(folder: Path, host: Host, targets: Sequence[str]) -> dict[str, list[s
 
 def begin(folder: Path, hosts: Sequence[Host], *flags: str, **more: str) -> list[subprocess.Popen[str]]:
     """A run with two ranks on one or two hosts, once it is under way."""
-    where = f"--num_machines 2 --main_process_ip {hosts[0].address} --main_process_port 29400 --machine_patience 600"
+    where = f"--num_machines 2 --main_process_ip {hosts[0].address} --main_process_port 29400 --machine_timeout 600"
     where = where if len(hosts) > 1 else ""
     line = " ".join(["exec headway launch -q -n 2 --cpu", where, *flags])
     started = [
@@ -242,7 +242,7 @@ def test_torchs_meeting_unpickles_nothing_of_others(hosts: Sequence[Host], tmp_p
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_machines_with_different_secrets_do_not_meet(hosts: Sequence[Host], tmp_path: Path, backend: str) -> None:
     where = f"--num_machines 2 --main_process_ip {hosts[0].address} --main_process_port 29400"
-    where += f" --patience 15 --rdzv_backend {backend}"
+    where += f" --timeout 15 --rdzv_backend {backend}"
     started = [
         host.start(
             f"exec headway launch -q -n 2 --cpu {where} --machine_rank {rank} train.py",

@@ -99,7 +99,7 @@ while True:
 
 
 def test_where_the_others_say_nothing(tmp_path):
-    ran = launch(tmp_path, UNSEEN, "-n", "2", "--cpu", "--patience", "4")
+    ran = launch(tmp_path, UNSEEN, "-n", "2", "--cpu", "--timeout", "4")
     assert ran.returncode != 0
     assert "save_state was called on rank 0 only, at train.py:6: call it on every rank" in ran.stderr
     assert "this run hangs: rank 1 of 2 is missing from save_state" in ran.stderr

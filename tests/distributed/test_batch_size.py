@@ -298,7 +298,7 @@ def inner(batch_size):
     finally:
         if batch_size == 4:
             groups.append(time.monotonic() - began)
-            time.sleep(3)  # now rank 1 has waited for longer than the patience, for a rank that is in no collective
+            time.sleep(3)  # now rank 1 has waited for longer than the timeout, for a rank that is in no collective
     time.sleep(6)  # what is left of the old group must not look like a hang
     dist.all_reduce(total)
     return total.item()

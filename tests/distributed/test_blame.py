@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.distributed.test_hang import OURS, PATIENCE, at_once, line_of
+from tests.distributed.test_hang import OURS, TIMEOUT, at_once, line_of
 from tests.distributed.test_launch import begin, wait_until_gone
 
 MODEL = (
@@ -111,7 +111,7 @@ def test_the_rank_that_keeps_the_others_is_named(tmp_path):
 @pytest.mark.timeout(180)
 def test_a_disk_that_answers_nobody_is_told_and_waited_for(tmp_path):
     body = CLOGGED.format(who=(0, 1), blocking=False).replace('save_state("two"', 'save_state("one"')
-    process = begin(tmp_path, body, "--cpu", "-n", "2", "-q", "--patience", str(PATIENCE))
+    process = begin(tmp_path, body, "--cpu", "-n", "2", "-q", "--timeout", str(TIMEOUT))
     try:
         line = process.stderr.readline()
         assert "ranks 0-1 have not written a byte of a checkpoint for" in line
@@ -158,7 +158,7 @@ def test_a_frozen_file_system_blames_who_waits_for_it(tmp_path):
     if subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True).returncode:
         pytest.skip("a file system cannot be mounted here")
     try:
-        process = begin(tmp_path, FROZEN, "--cpu", "-n", "2", "-q", "--patience", str(PATIENCE), args=(str(disk),))
+        process = begin(tmp_path, FROZEN, "--cpu", "-n", "2", "-q", "--timeout", str(TIMEOUT), args=(str(disk),))
         process.wait(200)
     finally:
         process.kill()

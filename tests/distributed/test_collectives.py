@@ -286,7 +286,7 @@ def disagree():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_disagree_all_hear_of_it(world_size):
     for heard, seconds in run_ranks(disagree, world_size):
-        assert seconds < 60  # nobody sat out the patience
+        assert seconds < 60  # nobody sat out the timeout
         for name, message in heard.items():
             assert message is not None, name
             for rank in range(world_size):

@@ -216,7 +216,7 @@ def dropout() -> None:
             model.blocks[0].dropout.register_forward_hook(lambda *given, seen=seen: seen.append(given[2] == 0))
             torch.manual_seed(7)
             accelerator.backward(model(text(6)).square().mean())
-            both = accelerator.gather(seen[-1][None])  # the first ones are the rehearsal's
+            both = accelerator.gather(seen[-1][None])  # the first ones are the dry run's
             assert not torch.equal(both[0], both[1])
             after = accelerator.gather(torch.rand(1))
             assert after[0] == after[1]

@@ -204,10 +204,10 @@ def test_an_abort_is_the_report(tmp_path):
 
 @pytest.mark.parametrize(("how", "words"), [
     ("leaves", "rank 1 ended with exit code 0 before it joined the run"),
-    ("hangs", "within the patience of 5 s"),
+    ("hangs", "within the timeout of 5 s"),
 ])  # fmt: skip
 def test_a_rank_that_never_comes_is_named_with_both_numbers(tmp_path, how, words):
-    ran = launch(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--patience", "5", args=(how,))
+    ran = launch(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--timeout", "5", args=(how,))
     assert ran.returncode == 1
     assert words in ran.stderr
     assert "2 processes were asked for and 1 has come" in ran.stderr

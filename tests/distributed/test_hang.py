@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import begin, wait_until_gone
 
-PATIENCE = 6  # also for ranks to come together, of which eight import torch at once
+TIMEOUT = 6  # also for ranks to come together, of which eight import torch at once
 
 PLAIN = """
 import os, time, torch, torch.distributed as dist
@@ -143,7 +143,7 @@ threading.Event().wait()  # WAITS
 
 def run(folder: Path, body: str, *flags: str) -> tuple[subprocess.CompletedProcess[str], float]:
     folder.mkdir()
-    process = begin(folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs", "--patience", str(PATIENCE), *flags)
+    process = begin(folder, body, "--cpu", "-n", "2", "-q", "--log_dir", "logs", "--timeout", str(TIMEOUT), *flags)
     try:
         out, err = process.communicate(timeout=280)
     finally:
@@ -192,7 +192,7 @@ def test_a_hang_names_the_missing_rank(tmp_path):
             assert text.format(gone=gone) in ran.stderr, shown
         assert "Traceback" not in ran.stderr, shown
         since = float((tmp_path / name.replace(" ", "_") / "since").read_text())
-        assert ended - since < PATIENCE + 10 + 60, (
+        assert ended - since < TIMEOUT + 10 + 60, (
             shown
         )  # a minute for a machine that does much else; alone it takes six
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", ran.stdout)]
@@ -284,7 +284,7 @@ def test_without_the_launcher_the_ranks_ask_one_another(tmp_path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     common = {
         **kept, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "HEADWAY_PATIENCE": str(PATIENCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "HEADWAY_TIMEOUT": str(TIMEOUT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

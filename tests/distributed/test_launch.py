@@ -300,7 +300,7 @@ def _alone(folder, port, rank, *flags):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
     port = _free_port()
-    limit = "--rdzv_conf" if restarts == "0" else "--patience"
+    limit = "--rdzv_conf" if restarts == "0" else "--timeout"
     first, last = _alone(
         tmp_path, port, rank, limit, "timeout=4" if restarts == "0" else "4", "--max_restarts", restarts
     )
@@ -329,7 +329,7 @@ def test_a_taken_port_is_named_with_who_holds_it(tmp_path, restarts):
         assert f"(pid {os.getpid()}: " in line
         assert "such as --main_process_port " in line
         # For the others it is a machine 0 that does not answer as one.
-        line = _alone(tmp_path, port, "1", "--patience", "3", "--max_restarts", restarts)[-1]
+        line = _alone(tmp_path, port, "1", "--timeout", "3", "--max_restarts", restarts)[-1]
         assert f"what answers at 127.0.0.1:{port} is not the launcher of machine 0" in line
 
 

@@ -70,7 +70,7 @@ def test_ranks_share_out_the_order_that_rank_zero_draws():
 
 
 class Drawing(Sampler):
-    """Draws from Python's and torch's global streams."""
+    """Draws from Python's and torch's global generators."""
 
     def __len__(self):
         return 24

@@ -30,7 +30,7 @@ from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.on_device
 
-PATIENCE = 60
+TIMEOUT = 60
 TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 NUM_BATCHES = 6  # of each rank: two epochs of 3 batches of 8 rows
 
@@ -142,7 +142,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     assert not fault.is_armed, "the fault did not happen"
     state = {name: value.clone() for name, value in model.state_dict().items()}
     scale = accelerator.precision.state_dict().get("scale")
-    end = torch.rand(2).tolist()  # where the random streams have come to
+    end = torch.rand(2).tolist()  # where the RNG states have come to
     result = {
         "state": state, "losses": losses, "updates": accelerator.num_updates, "rate": schedule.get_last_lr(),
         "sizes": sizes, "end": end, "scale": scale, "momentum": [s["momentum_buffer"] for s in optimizer.state.values()],
@@ -215,7 +215,7 @@ def play(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
         try:
             batch, start = batch_of(phase, steps), time.monotonic()
             result = train(steps, kind, form, Fault(phase, batch, who, rank))
-            assert time.monotonic() - start < PATIENCE
+            assert time.monotonic() - start < TIMEOUT
             if form == "function" and phase in ("clip", "first step", "reserve"):
                 # Its loss had been returned before memory ran out.
                 result["losses"][batch] = reference(steps, kind, form, batch)["losses"][batch]

@@ -136,7 +136,7 @@ def test_the_same_numbers(case, world_size, run, tmp_path):
     """Losses, gradients, norms, learning rates, parameters and metrics, all of them and on all ranks."""
     args = case.args(world_size)
     if "../class_images" in args:
-        # Drawn beforehand: how often this draws from the random stream is a difference of its own, below.
+        # Drawn beforehand: how often this draws from the generator is a difference of its own, below.
         run("accelerate", case.script, args, 1)
     theirs = run("accelerate", case.script, args, world_size)
     ours = run("headway" if world_size == 1 else "flat", case.script, args, world_size)

@@ -83,7 +83,7 @@ def test_the_main_process_goes_first_and_its_error_frees_the_others(tmp_path):
     assert run_ranks(go_first, 2, str(tmp_path), timeout=60) == [[True, True, "raised"], [True, True, "went on"]]
 
 
-# -------------------------------------------------------------------- random streams
+# -------------------------------------------------------------------- RNG states
 
 
 def draw():

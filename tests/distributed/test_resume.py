@@ -17,7 +17,7 @@ NUM_SAMPLES, NUM_EPOCHS = 36, 3
 
 
 class Noisy(Dataset):
-    """Augments with all three global streams, as users' transforms do."""
+    """Augments with all three global generators, as users' transforms do."""
 
     def __len__(self):
         return NUM_SAMPLES
@@ -144,7 +144,7 @@ def test_another_world_sees_the_same_samples_in_the_same_order(tmp_path):
         (_, rest, _, told), *others = run_ranks(other_half, world_size, str(tmp_path), batch)
         assert [seen for _, seen, _, _ in others] == [rest] * (world_size - 1)
         assert first + rest == expected
-        assert told[0] == f"world 2 -> {world_size}; random streams are derived from (seed, update, rank)"
+        assert told[0] == f"world 2 -> {world_size}; RNG states are derived from (seed, update, rank)"
         assert told[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
 
 

@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
 ALONE = (
-    "saved on rank 0 alone, without the others' random streams: these are derived from (seed, update, rank)"
+    "saved on rank 0 alone, without the others' RNG states: these are derived from (seed, update, rank)"
 )  # fmt: skip
 
 
@@ -215,10 +215,10 @@ def test_the_forms_of_public_scripts(tmp_path):
                 else ["checkpoint-2", "checkpoint-4", "latest"]
             )
             assert found["names"] == kept, where
-        straight, resumed = both[0][name]["next loss"]  # rank 0 has its own random stream, so its dropout
+        straight, resumed = both[0][name]["next loss"]  # rank 0 has its own generator, so its dropout
         assert straight == resumed, name
     differences, updates, losses = run_ranks(load_on_one, 1, str(tmp_path))[0]
-    assert differences[0].startswith("world 2 -> 1; random streams are derived from")
+    assert differences[0].startswith("world 2 -> 1; RNG states are derived from")
     assert "accumulation 1 -> 2 to keep the global batch of 6" in differences
     assert updates == 6
     assert all(loss == loss for loss in losses)
@@ -292,7 +292,7 @@ def test_numbers_rotation_and_hooks(tmp_path):
     assert second["warnings"] == []
     assert "is called at" in text
     assert "test_saves_of_one_rank.py:" in text.partition(" on rank 0 only: rank 1 has gone on to ")[2]
-    assert "random streams of the other ranks" in text
+    assert "RNG states of the other ranks" in text
     assert "call it on every rank" in text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_hang import PATIENCE, begin, line_of
+from tests.distributed.test_hang import TIMEOUT, begin, line_of
 
 MODEL = """
 import os, time, torch
@@ -72,7 +72,7 @@ for step in range(2):
 def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     layout, num_ranks = name.split()[0], {"hsdp=2": "4", "pp": "3"}.get(name.split()[0], "2")
-    flags = ("--cpu", "-n", num_ranks, "-q", "--patience", str(PATIENCE), "--strategy", layout)
+    flags = ("--cpu", "-n", num_ranks, "-q", "--timeout", str(TIMEOUT), "--strategy", layout)
     process = begin(folder, CASES[name][0], *flags)
     try:
         out, err = process.communicate(timeout=200)

@@ -54,7 +54,7 @@ CASES = {
         {**EPOCHS, "gradient_accumulation_steps": 3, "eval_strategy": "epoch"}, ["--evaluate"]
     ),
     "data_seed": Case({**EPOCHS, "data_seed": 11, "dataloader_drop_last": True}),
-    "shuffled by the global stream": Case({**EPOCHS, **UNSEEDED}),
+    "shuffled by the global generator": Case({**EPOCHS, **UNSEEDED}),
     "a collator that draws random numbers": Case(EPOCHS, ["--data", "corrupt"]),
     "batches of one length": Case({**EPOCHS, **LENGTHS}, ["--data", "lengths"]),
     "a stream": Case({"max_steps": 9, "gradient_accumulation_steps": 2}, ["--data", "stream"]),

@@ -137,7 +137,7 @@ for _ in range(5):
 print(value.sum().item())
 """
     )
-    code, _, err, _ = ended(tmp_path, body, "--patience", "10")
+    code, _, err, _ = ended(tmp_path, body, "--timeout", "10")
     assert code == 1, err
     assert "rank 1 of 2 is missing from all_reduce, where rank 0 has waited for " in err
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.runtime import process
-from headway.strategies.rng import go_on, own_streams
+from headway.strategies.rng import go_on, own_generators
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +117,7 @@ def test_a_stage_of_a_pipeline_gives_back_the_streams_of_host_and_device():
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
     drawn = []
     for stage in (0, 1):
-        with own_streams(process.current().hardware) as told:
+        with own_generators(process.current().hardware) as told:
             told.begin(stage, 0)
             drawn.append((torch.rand(2), torch.rand(2, device="cuda")))
         assert told.flags == [0.0, 0.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Budgets, skeletons and placement where there is an accelerator."""
+"""Budgets, meta models and placement where there is an accelerator."""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
 """What is generated says what its source says: the tree of docs/files.md, the table of mistakes, the site's reference."""
 
+import re
 import sys
 
 import pytest
@@ -45,3 +46,13 @@ def test_every_page_is_in_the_navigation():
 
 def test_the_front_page_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_the_package_ships_what_it_reads():
+    text = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no reader of it
+    section = text.partition("[tool.setuptools.package-data]\n")[2].partition("\n\n")[0]
+    patterns = re.findall(r'"([^"]+)"', section)
+    package = ROOT / "src" / "headway"
+    shipped = {file for pattern in patterns for file in package.glob(pattern)}
+    others = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert others - shipped == set()

@@ -114,7 +114,7 @@ def test_a_batch_as_a_function_adds_one() -> None:
 def test_pieces_stay_in_their_room() -> None:
     _, passed = way(as_function, microbatching="auto")
     added = {name for name in passed - WAY if not name.startswith("training/replay/")}
-    # What goes back is asked of its owners: the registry, the random streams; a vote passes checked collectives.
+    # What goes back is asked of its owners: the registry, the RNG states; a vote passes checked collectives.
     assert added <= {"training/task.py", "training/prepared/objects.py", "runtime/collectives/tree.py",
                      "runtime/collectives/checked.py", "runtime/collectives/cut.py",
                      "runtime/seed.py"}  # fmt: skip

@@ -1,6 +1,9 @@
 """Public names are frozen: adding or removing one is a decision that shows in this file."""
 
+import ast
 import inspect
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +89,15 @@ def test_an_unknown_name_is_an_attribute_error():
         headway.Accelerate
 
 
+def test_type_checkers_see_each():
+    stub = ast.parse((Path(headway.__file__).with_suffix(".pyi")).read_text())
+    found = {name.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert set(NAMES) <= found.keys()
+    assert all(
+        getattr(import_module(place), name) is getattr(headway, name) for name, place in found.items() if name != "Any"
+    )
+
+
 def test_the_accelerators_members_are_these():
     assert {name for name in dir(Accelerator) if not name.startswith("_")} == ACCELERATOR
 
@@ -111,7 +123,7 @@ FLAGS = """
     num_processes cpu multi_gpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity mixed_precision
     dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation
     gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
-    rdzv_id secret max_restarts patience monitor_interval machine_patience grace log_dir tee
+    rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee
     role debug quiet module no_python run_as config_file dry_run force strategy fsdp_reshard_after_forward fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing
     fsdp_activation_checkpointing_offload cp_comm_strategy deepspeed_config_file offload_optimizer_device offload_param_device

@@ -53,14 +53,14 @@ def ended(folder: Path, body: str, fault: str = "", *flags: str) -> tuple[int, s
 )
 def test_a_rank_stuck_in_a_call_is_the_one_that_is_named(tmp_path: Path, strategy: str, told: str) -> None:
     body = TRAINING.replace("STRATEGY", f"strategy={strategy!r}")
-    code, out, err = ended(tmp_path, body, "stuck:1:12", "--patience", "8")
+    code, out, err = ended(tmp_path, body, "stuck:1:12", "--timeout", "8")
     assert code == 1, err
     assert "the end" not in out
     assert told in err
 
 
 def test_a_call_of_all_ranks_that_never_ends_is_told_as_such(tmp_path: Path) -> None:
-    code, out, err = ended(tmp_path, TRAINING.replace("STRATEGY", ""), "hang:1:12", "--patience", "8")
+    code, out, err = ended(tmp_path, TRAINING.replace("STRATEGY", ""), "hang:1:12", "--timeout", "8")
     assert code == 1
     assert "the end" not in out
     assert "this run hangs: all 2 ranks have waited for" in err

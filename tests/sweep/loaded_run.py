@@ -109,7 +109,7 @@ class Run:
             self.model.state_dict(), [each.state_dict() for each in [*self.optimizers, *self.schedules]], self.custom.state,
             self.loader.state_dict(), self.loader.seed, state.epoch, state.run_id, state.clock.num_updates,
             self.accelerator.gradient_accumulation_steps, [each.num_updates for each in self.optimizers],
-            sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state._read_streams(),
+            sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state._read_rng_states(),
             state.windows.nominal_weights(state.models), state._precision.state_dict(),
         ]  # fmt: skip
         return hashlib.sha256(pickle.dumps(_plain(found))).hexdigest()

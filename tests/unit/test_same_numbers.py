@@ -21,7 +21,7 @@ EPOCHS = 3
 
 
 class Augmented(Dataset):
-    """Rows with noise from all three global streams, as an augmentation would draw it."""
+    """Rows with noise from all three global generators, as an augmentation would draw it."""
 
     def __init__(self, length=37, is_noisy=True):
         generator = torch.Generator().manual_seed(0)

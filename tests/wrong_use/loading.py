@@ -94,7 +94,7 @@ def seeds_by_rank(s: Script) -> Any:
 @row(
     "another seed on each rank: the models' first weights must agree all the same",
     EQUAL,
-    tp=warning("had different random streams"),
+    tp=warning("had different RNG states"),
 )
 def seeds_of_models(s: Script) -> None:
     accelerator = s.start()

@@ -39,7 +39,7 @@ def save_model_alone(s: Script) -> Any:
     "`accelerator.save_state` under `if accelerator.is_main_process:`",
     LONE,
     single=EQUAL,
-    ddp=warning("random streams of the other ranks"),
+    ddp=warning("RNG states of the other ranks"),
 )
 def save_state_alone(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()

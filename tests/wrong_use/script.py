@@ -64,7 +64,7 @@ class Script:
 
     def hurry(self) -> None:
         """A run that hangs is ended after seconds, not half an hour."""
-        os.environ["HEADWAY_PATIENCE"] = "2"
+        os.environ["HEADWAY_TIMEOUT"] = "2"
 
     def start(self, steps: int = STEPS, handlers: tuple[Any, ...] = (), **options: Any) -> Accelerator:
         plan = TensorParallelOptions(plan={"up": "colwise", "down": "rowwise"})

@@ -18,7 +18,7 @@ from headway.compat.accelerate.launching.launch_flags import advice, explain_fil
 from headway.compat.accelerate.launching.layout_words import explain_key
 from headway.config import mesh
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
-from headway.config.launch import PRECISIONS, SETTINGS, LaunchConfig, LaunchSetting
+from headway.config.launch import EARLIER_NAMES, PRECISIONS, SETTINGS, LaunchConfig, LaunchSetting
 from headway.config.load import environment_layer, resolve
 from headway.config.values import from_text
 from headway.errors import ConfigError, StateError
@@ -201,7 +201,7 @@ def _update(config_file: str | None) -> None:
     data = load_mapping(read(path), str(path))
     kept = {}
     for key, value in data.items():
-        text = advice(key) or explain_key(key) if key not in KEYS else None
+        text = advice(key) or explain_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
         if text is None:
             kept[key] = value
         else:

@@ -28,7 +28,7 @@ from headway.cli.options import (
 )
 from headway.common import env
 from headway.compat.accelerate.launching import layout_words
-from headway.config.launch import SETTINGS
+from headway.config.launch import EARLIER_NAMES, SETTINGS
 from headway.config.layout_request import LayoutRequest
 from headway.config.load import COMMAND_LINE, Resolved, Value, environment_layer, resolve
 from headway.config.mesh import ENGINES, groups_in_words
@@ -363,5 +363,6 @@ command = LaunchCommand(
     params=_parameters(),
     help=_ABOUT,
     epilog=_EPILOG,
+    aliases=EARLIER_NAMES,
     context_settings={"allow_interspersed_args": False},
 )

@@ -7,7 +7,7 @@ from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, s
 
 _ABOUT = """Check this set-up: start Headway's self-check as `headway launch` would start a script with the same flags.
 
-It compares data order, gradients, collectives, random streams and metrics of the real run with what one process computes,
+It compares data order, gradients, collectives, RNG states and metrics of the real run with what one process computes,
 says what it checked and how long it took, and exits 0 only if all is right.
 """
 

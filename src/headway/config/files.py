@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.common import atomic
 from headway.common.untrusted import read_regular, shown
-from headway.config.launch import SETTINGS, LaunchConfig
+from headway.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig
 from headway.config.load import Value
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
@@ -147,8 +147,8 @@ def settings_in(mapping: Mapping[str, Any], name: str, explain: Explain = _expla
         ConfigError: an unknown key, or a wrong value.
     """
     layer = {}
-    for key, value in mapping.items():
-        origin = f"file: {name} key {key}"
+    for given, value in mapping.items():
+        origin, key = f"file: {name} key {given}", EARLIER_NAMES.get(given, given)
         if key not in KEYS:
             hint = explain(key) or did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"{key} ({origin}) is not a setting{hint}")

@@ -115,7 +115,10 @@ class LaunchSetting:
         return env.PREFIX + self.name.upper()
 
 
-DEFAULT_PATIENCE = 600.0
+EARLIER_NAMES = {"patience": "timeout", "machine_patience": "machine_timeout"}
+"""Settings' earlier names: accepted, not shown, until the next release."""
+
+DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank may keep the others waiting, where nobody says."""
 
 DEFAULT_GRACE = 300.0
@@ -287,7 +290,7 @@ class LaunchConfig:
     max_restarts: Maybe[int] = _setting(
         _CARE, "How often all processes are started again after a failure.", default="0", minimum=0
     )
-    patience: Maybe[float] = _setting(
+    timeout: Maybe[float] = _setting(
         _CARE,
         "Seconds that a rank, or a machine at the start, may keep the others waiting; 0: forever.",
         default="600",
@@ -297,7 +300,7 @@ class LaunchConfig:
     monitor_interval: Maybe[float] = _setting(
         _CARE, "Seconds between looks at the processes.", default="0.1", minimum=0
     )
-    machine_patience: Maybe[float] = _setting(
+    machine_timeout: Maybe[float] = _setting(
         _CARE, "Seconds of silence after which another machine counts as lost.", default="30", minimum=3
     )
     grace: Maybe[float] = _setting(

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.common import env
 from headway.common.untrusted import parse_json
-from headway.config.launch import SETTINGS, LaunchConfig, Unset
+from headway.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig, Unset
 from headway.config.launch import UNSET as UNSET
 from headway.config.values import did_you_mean, from_file, from_text
 from headway.errors import ConfigError
@@ -89,13 +89,14 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
         ConfigError: a value cannot be read, or a variable looks like a misspelt setting.
     """
     variables = {setting.variable: setting for setting in SETTINGS.values() if setting.is_for_files}
+    known = variables | {env.PREFIX + earlier.upper(): SETTINGS[name] for earlier, name in EARLIER_NAMES.items()}
     found = {}
-    for variable in sorted(environment):
+    for variable in sorted(environment):  # a setting's earlier name comes before its present one, which wins
         if not variable.startswith(env.PREFIX) or variable in _OTHER_VARIABLES:
             continue
         origin = f"environment: {variable}"
-        if variable in variables:
-            setting = variables[variable]
+        if variable in known:
+            setting = known[variable]
             if environment[variable].strip():
                 found[setting.name] = Value(from_text(setting, environment[variable], origin), origin)
             continue
@@ -248,10 +249,12 @@ def _conflict(name: str, told: Value, origin: str) -> str:
 
 
 def _from_environment(name: str, default: Any, parse: Callable[[str], Any] | None) -> tuple[Any, str]:
-    variable = env.PREFIX + name.upper()
-    text = env.get(variable)
-    if text is None or not text.strip():
+    names = [name, *(earlier for earlier, now in EARLIER_NAMES.items() if now == name)]
+    variables = [env.PREFIX + each.upper() for each in names]
+    variable = next((each for each in variables if (env.get(each) or "").strip()), None)
+    if variable is None:
         return default, "default"
+    text = str(env.get(variable))
     origin = f"environment: {variable}"
     if name in SETTINGS:
         return from_text(SETTINGS[name], text, origin), origin

@@ -33,7 +33,7 @@ class DataLoaderConfiguration:
             False: nothing is repeated; a rank without a batch of its own gets one of weight zero.
         use_seedable_sampler: False: each pass draws its order as torch's own loader would, from the loader's generator or from
             torch's global one (on several ranks: rank 0's draw), so that a prepared loop sees what the plain one sees. True:
-            shuffling is a pure function of (seed, epoch), and no global random stream is touched. None: True where
+            shuffling is a pure function of (seed, epoch), and no global generator is touched. None: True where
             `data_seed` is given.
         data_seed: the seed of a seedable order; None: derived from torch's initial seed, agreed over the ranks.
         non_blocking: None and True: batches are copied to an accelerator from pinned memory, on a separate stream, and the

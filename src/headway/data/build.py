@@ -14,7 +14,7 @@ from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
 from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import BaseSeed, LoaderStream
+from headway.data.sampling.draws import BaseSeed, LoaderGenerator
 from headway.data.sampling.order import LoadingRules, RandomSource, SampleOrder
 from headway.data.sampling.rng import Agree
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
@@ -33,7 +33,7 @@ def prepare_loader(
     events: LoaderEvents,
     seed: int,
     rng_types: Sequence[str] | None = ("generator",),
-    stream: LoaderStream | None = None,
+    stream: LoaderGenerator | None = None,
     everyone: Collectives | None = None,
     rules: LoadingRules | None = None,
 ) -> PreparedLoader:
@@ -48,7 +48,7 @@ def prepare_loader(
         events: of the run's loaders.
         seed: of the order, the same on all ranks.
         rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
-        stream: what the run's loaders draw from; None: torch's global stream.
+        stream: what the run's loaders draw from; None: torch's global generator.
         everyone: all ranks, where several of them read the same part of the data; None: those of `collectives`.
         rules: how to order, read and share out; None: as torch's loaders do.
 
@@ -61,7 +61,7 @@ def prepare_loader(
     # What workers read comes from torch's pinning thread; without them the transfer pins, or the user's loader if it says so.
     transfer = transfer_to(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
     among = collectives if shard.count > 1 else None
-    draws = seed, "generator" in (rng_types or ()), stream or LoaderStream()
+    draws = seed, "generator" in (rng_types or ()), stream or LoaderGenerator()
     recipe = _Recipe(loader, shard, config, among, *draws, everyone, rules or LoadingRules())
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
@@ -80,7 +80,7 @@ class _Recipe:
     collectives: Collectives | None
     seed: int
     is_synchronised: bool
-    stream: LoaderStream
+    stream: LoaderGenerator
     everyone: Collectives | None
     rules: LoadingRules
 

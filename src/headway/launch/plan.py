@@ -49,7 +49,7 @@ class AgentOrder:
         endpoint: where machines meet, "address:port"; empty for "local".
         log_dir: where the ranks' output and failure.json go; None: the screen only.
         tee: "0" to "3", which streams go to the log files.
-        machine_patience: seconds of silence after which another machine counts as lost.
+        machine_timeout: seconds of silence after which another machine counts as lost.
         unit: "machine", or "task" where the cluster starts an agent for each process.
         variables: what each worker's environment gets on top of what torch sets.
         min_machines: with how many of them the run goes on.
@@ -71,7 +71,7 @@ class AgentOrder:
     tee: str = "0"
     role: str = "rank"
     is_bound_to_cores: bool = False
-    machine_patience: float = 30.0
+    machine_timeout: float = 30.0
     unit: str = "machine"
     variables: Mapping[str, str] = field(default_factory=dict)
     min_machines: int = 1
@@ -313,7 +313,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
-    of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_patience", "grace")
+    of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_timeout", "grace")
     return AgentOrder(
         program,
         num_local,

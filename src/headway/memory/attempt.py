@@ -34,7 +34,7 @@ from headway.memory.oom import clear_device_cache, drop_frames, is_out_of_memory
 from headway.runtime import process, pulse
 from headway.runtime.control_plane import control
 from headway.runtime.device import CPU, Hardware
-from headway.runtime.seed import read_streams, write_streams
+from headway.runtime.seed import read_rng_states, write_rng_states
 
 log = get_logger(__name__)
 
@@ -183,7 +183,7 @@ class Attempt:
         self.outside = held()
         self._key = f"out_of_memory/{next(scope.own(_numbers))}"
         self._alarm = GroupAborter(self._key)
-        self._streams = read_streams(_hardware())
+        self._rng_states = read_rng_states(_hardware())
         self._is_over = False
         self._lost: tuple[int, ...] = ()
 
@@ -251,7 +251,7 @@ class Attempt:
         failed = [float(is_out and rank == runtime.rank) for rank in range(runtime.world_size)]
         votes = [float(is_out), float(is_done), float(not is_done), float(self.size), -float(self.size), *failed]
         out, done, running, most, least, *failed = control.current().vote(
-            votes, "max", timeout=runtime.patience + process.group_timeout() + _MARGIN
+            votes, "max", timeout=runtime.timeout + process.group_timeout() + _MARGIN
         )
         if most != -least:
             raise StateError(
@@ -283,7 +283,7 @@ class Attempt:
         if not is_several():
             return self._free(error, several=False)
         process.current()  # memory may run out before the script's Accelerator joined the others
-        # A peer may come late by the patience, and then sit out the timeout of a collective that this rank has left.
+        # A peer may come late by the run's timeout, and then sit out the timeout of a collective that this rank has left.
         pulse.own().set_lenience((process.group_timeout() + _TO_VOTE).total_seconds())
         try:
             return self._free(error, several=True)
@@ -307,7 +307,7 @@ class Attempt:
             if not self._lost:
                 self._vote(is_out=is_own)
             process.join_group()
-        write_streams(self._streams, _hardware())
+        write_rng_states(self._rng_states, _hardware())
         if names:
             _warn(names, several)
         if several and not is_own:

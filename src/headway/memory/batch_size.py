@@ -71,7 +71,7 @@ def find_executable_batch_size(
     """Call a function with a batch size that fits into memory, the same on all ranks.
 
     Decorate a function whose first parameter is the batch size (of a method: the first after `self`), and call it without
-    that. Where it runs out of memory on any rank, the attempt ends on all of them, what it held is freed, random streams
+    that. Where it runs out of memory on any rank, the attempt ends on all of them, what it held is freed, RNG states
     are put back, and the function is called again, from its beginning, with a smaller size. A later call begins with the
     size that fitted last, which is the attribute `batch_size` of what the decorator returns.
 

@@ -16,7 +16,7 @@ from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.tensors import unmasked as unmasked
-from headway.offload.placement.skeleton import init_empty_weights
+from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning.dry_run.drive import Step
 from headway.planning.tasks import TASKS
 

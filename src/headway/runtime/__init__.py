@@ -1,1 +1,1 @@
-"""What this process is: its hardware, its place among the others, its random streams."""
+"""What this process is: its hardware, its place among the others, its generators."""

@@ -24,7 +24,7 @@ CPU_ENGINE = "gloo"
 """What carries CPU tensors, handshakes among them."""
 
 MARGIN = timedelta(seconds=30)
-"""How much longer than the patience an engine waits in a collective."""
+"""How much longer than the timeout an engine waits in a collective."""
 
 _YES, _NO = b"yes", b"no"
 
@@ -120,11 +120,11 @@ def close_cpu_engine() -> None:
         dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
 
 
-def have_all_come(store: SealedStore, rank: int, world_size: int, patience: timedelta) -> bool:
+def have_all_come(store: SealedStore, rank: int, world_size: int, timeout: timedelta) -> bool:
     """Say that this rank is at its end, and wait for the others to be there too; the answer is the same on all ranks."""
     try:
         store.set(f"end/{rank}", b"")
-        come = wait_for(store, [f"end/{each}" for each in range(world_size)], patience)
+        come = wait_for(store, [f"end/{each}" for each in range(world_size)], timeout)
         # Who knows first decides: one that gives up as the last one comes must not leave the others to end the group.
         return store.set_once("end/together", _YES if come else _NO) == _YES
     except DistError:  # its host is gone

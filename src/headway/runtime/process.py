@@ -15,7 +15,7 @@ from headway.common import env, scope
 from headway.common.scope import Scope
 from headway.common.sealing import Seal, UnsealedCounter, users_secret
 from headway.common.traces import Hook
-from headway.config.launch import DEFAULT_PATIENCE
+from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import UNSET, asked_num_processes, promised_device, run_setting
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
@@ -39,7 +39,7 @@ class ProcessRuntime:
         hardware: the kind of device it computes on.
         device: that device.
         owns_group: did Headway start torch's process group (and so ends it)?
-        patience: how long a rank may keep the others waiting.
+        timeout: how long a rank may keep the others waiting.
         scope: holds what ends with this runtime, such as the control plane.
         cpu_group: carries CPU tensors where torch's default group, which somebody else began, does not.
     """
@@ -51,7 +51,7 @@ class ProcessRuntime:
     hardware: Hardware
     device: torch.device
     owns_group: bool
-    patience: timedelta = timedelta(seconds=DEFAULT_PATIENCE)
+    timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT)
     scope: Scope = field(default_factory=Scope, repr=False, compare=False)
     cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
@@ -104,26 +104,26 @@ class _Process:
         """The groups of this process have these engines."""
         self.asked = backend, timeout, group.bound(device, backend)
 
-    def join(self, init_method: str | None, rank: int, world_size: int, patience: timedelta) -> None:
+    def join(self, init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> None:
         """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
-        backend, timeout, device = self.asked
+        backend, engine_timeout, device = self.asked
         # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
         import torch.distributed.nn.functional  # noqa: F401
 
         if self.store is None:
-            launched = self.launched_link(patience)
+            launched = self.launched_link(timeout)
             if launched is not None:  # who is missing is told there with names, where a group only says how many
-                check_in(launched.store, rank, world_size, patience)
-            self.store, rank, world_size = meet(init_method, rank, world_size, patience)
+                check_in(launched.store, rank, world_size, timeout)
+            self.store, rank, world_size = meet(init_method, rank, world_size, timeout)
             if launched is None:
                 roll = SealedStore(PrefixStore("headway/roll", self.store), "roll call", self.seal)
-                check_in(roll, rank, world_size, patience)
+                check_in(roll, rank, world_size, timeout)
             # A thread of the engine that drops a tensor while Python shuts down would abort the process.
             atexit.register(_end_at_exit)
         store = PrefixStore(f"headway/{self._num_groups}", self.store)
         self._num_groups += 1
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+            backend, store=store, rank=rank, world_size=world_size, timeout=engine_timeout, device_id=device
         )
 
     @property
@@ -142,9 +142,9 @@ class _Process:
 
     def host_control(self, runtime: ProcessRuntime) -> None:
         """Without a launcher rank 0 opens the control plane and tells where; nobody waits here."""
-        if self.launched_link(runtime.patience) is None and runtime.rank == 0:
+        if self.launched_link(runtime.timeout) is None and runtime.rank == 0:
             is_alone = runtime.local_world_size == runtime.world_size
-            self.link = host_beside(self.group_store(), self.seal, runtime.rank, is_alone, runtime.patience)
+            self.link = host_beside(self.group_store(), self.seal, runtime.rank, is_alone, runtime.timeout)
             atexit.register(_end_at_exit)  # says goodbye
 
     def group_store(self) -> SealedStore:
@@ -206,7 +206,7 @@ INTERRUPTED = 130
 """The exit code of a process that Ctrl-C has ended, as shells tell it."""
 
 FOR_EVER = timedelta(days=365)
-"""The patience of a run that waits for ever (`--patience 0`)."""
+"""The timeout of a run that waits for ever (`--timeout 0`)."""
 
 
 def start(
@@ -218,11 +218,11 @@ def start(
         cpu: compute on the CPU even where there is an accelerator.
         backend: as for torch's init_process_group; None: gloo for CPU tensors, and the device's own engine beside it.
         init_method: as for torch's init_process_group; None: what the launcher's environment says.
-        timeout: how long a rank may keep the others waiting; None: what `--patience` or HEADWAY_PATIENCE says.
+        timeout: how long a rank may keep the others waiting; None: what `--timeout` or HEADWAY_TIMEOUT says.
 
     Raises:
         LaunchError: the launcher promised another number of processes than came.
-        ConfigError: a runtime on another device runs already, or code and command line differ about the patience.
+        ConfigError: a runtime on another device runs already, or code and command line differ about the timeout.
         DeviceUnavailable: this machine has fewer devices than local ranks, or not the kind that the launcher found.
     """
     here = scope.own(_Process)
@@ -237,19 +237,19 @@ def start(
     hardware = CPU if cpu else by_name(wanted) if wanted else detect()
     if not cpu and not wanted:
         _check_promise(hardware)
-    rank, world_size, patience = env.rank(), env.world_size(), _patience(timeout)
+    rank, world_size, waits = env.rank(), env.world_size(), _timeout(timeout)
     _check_contract(world_size)
     device = hardware.device(env.local_rank())
     owns_group = world_size > 1 and not dist.is_initialized()
     cpu_group = None
     if owns_group:
         # With a margin, so that who watches over the run speaks before the engine does.
-        limit = timeout or patience + group.MARGIN
+        limit = timeout or waits + group.MARGIN
         here.ask(group.engines(backend, hardware.kind) if backend else hardware.backend, limit, device)
-        here.join(init_method, rank, world_size, patience)
+        here.join(init_method, rank, world_size, waits)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        cpu_group = group.beside(patience + group.MARGIN) if world_size > 1 else None
+        cpu_group = group.beside(waits + group.MARGIN) if world_size > 1 else None
         if cpu_group is not None:
             atexit.register(_end_at_exit)
     elif hardware.is_indexed and hardware.num_devices() > 1:
@@ -266,12 +266,12 @@ def start(
         hardware,
         device,
         owns_group,
-        patience,
+        waits,
         cpu_group=cpu_group,
     )
     here.begin(runtime)
     here.guard()
-    pulse.own().set_patience(patience.total_seconds())
+    pulse.own().set_timeout(waits.total_seconds())
     if world_size > 1:
         here.host_control(runtime)
     return runtime
@@ -337,7 +337,7 @@ def join_group() -> None:
     """Begin the next process group, with the settings of the first; every rank calls it, after `leave_group`."""
     here = scope.own(_Process)
     assert here.runtime is not None
-    here.join(None, here.runtime.rank, here.runtime.world_size, here.runtime.patience)
+    here.join(None, here.runtime.rank, here.runtime.world_size, here.runtime.timeout)
     here.guard()
 
 
@@ -366,11 +366,11 @@ def _end_after(error: BaseException, is_said: bool) -> None:
     note_failure(INTERRUPTED if is_interrupt else 1)
 
 
-def _patience(timeout: timedelta | None) -> timedelta:
+def _timeout(timeout: timedelta | None) -> timedelta:
     """How long a rank may keep the others waiting: the one setting that all waits derive from."""
     said = UNSET if timeout is None else timeout.total_seconds()
     origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
-    seconds, _ = run_setting("patience", said, DEFAULT_PATIENCE, code_origin=origin)
+    seconds, _ = run_setting("timeout", said, DEFAULT_TIMEOUT, code_origin=origin)
     return timedelta(seconds=seconds) if seconds else FOR_EVER
 
 
@@ -383,7 +383,7 @@ def control_link() -> StoreLink | None:
     """
     runtime, here = current(), scope.own(_Process)
     if runtime.world_size > 1 and here.link is None:
-        here.link = host_beside(here.group_store(), here.seal, runtime.rank, False, runtime.patience)
+        here.link = host_beside(here.group_store(), here.seal, runtime.rank, False, runtime.timeout)
     return here.link
 
 

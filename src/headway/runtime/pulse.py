@@ -35,7 +35,7 @@ _CALL = struct.Struct("=Qdd32s184s")  # number, entered at, left at (0: still in
 _SECONDS = struct.Struct("=d")
 _LEFT = struct.Struct("=d")
 _SLOT = struct.Struct("=Id")  # length, time
-_PROGRESS_AT, _PATIENCE_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
+_PROGRESS_AT, _TIMEOUT_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
 _IS_TOLD_AT, _SAVES_AT = 112, 113  # the one byte that the agent writes; and: are signals answered by a checkpoint?
 
 
@@ -93,12 +93,12 @@ class PulseReading:
         beat: when the last one was; 0.0 before the first.
         update: updates that have happened, as training counts them.
         micro_step: micro-batches begun in this window.
-        patience: how long this rank's program lets others be late, in seconds; 0.0 where it has not said.
+        timeout: how long this rank's program lets others be late, in seconds; 0.0 where it has not said.
         phase: what the process says it does: "" (its program), "ended", or words such as "saving a checkpoint".
         calls: the ring, oldest first.
         note: what the heartbeat last wrote: "stack" (frames, innermost first) and "torch" (its collectives).
         noted: when that was; 0.0 for never.
-        lenience: how much longer than their patience all ranks wait for now, in seconds, because this one asks for it.
+        lenience: how much longer than their timeout all ranks wait for now, in seconds, because this one asks for it.
         saves_on_signal: does this rank answer a signal by a checkpoint, and end then?
         phase_since: when it said its phase.
         transfer: what it waits for from one other rank, or to be taken by it; "": nothing.
@@ -110,7 +110,7 @@ class PulseReading:
     beat: float = 0.0
     update: int = 0
     micro_step: int = 0
-    patience: float = 0.0
+    timeout: float = 0.0
     phase: str = ""
     calls: tuple[PulseCall, ...] = ()
     note: dict[str, Any] = field(default_factory=dict)
@@ -153,9 +153,9 @@ class HeartbeatFile:
         """Note how far training has come: a store into memory."""
         _PROGRESS.pack_into(self._memory, _PROGRESS_AT, update, micro_step)
 
-    def set_patience(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Say how long the others may be late, where the program itself decides it."""
-        _SECONDS.pack_into(self._memory, _PATIENCE_AT, seconds)
+        _SECONDS.pack_into(self._memory, _TIMEOUT_AT, seconds)
 
     def set_lenience(self, seconds: float) -> None:
         """Say how much later than that all may be, while this process waits for what only a timeout ends; 0: no more."""
@@ -210,7 +210,7 @@ class HeartbeatFile:
         if magic != _MAGIC:
             return PulseReading()
         update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_AT)
-        (patience,) = _SECONDS.unpack_from(self._memory, _PATIENCE_AT)
+        (timeout,) = _SECONDS.unpack_from(self._memory, _TIMEOUT_AT)
         (lenience,) = _SECONDS.unpack_from(self._memory, _LENIENCE_AT)
         phase, phase_since = _PHASE.read(self._memory)
         text, noted = _NOTE.read(self._memory)
@@ -225,7 +225,7 @@ class HeartbeatFile:
             beat,
             update,
             micro_step,
-            patience,
+            timeout,
             phase,
             self._calls(),
             note,

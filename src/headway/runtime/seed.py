@@ -1,6 +1,6 @@
-"""The global random streams of this process: seeding them all, reading them and putting them back.
+"""The global generators of this process: seeding them all, reading them and putting them back.
 
-torch's global random stream on the host, read and written by one thread at a time.
+torch's global generator on the host, read and written by one thread at a time.
 
 A generator's own lock is taken with the interpreter's lock held, and reading its state may give that one up before the
 generator's is free again: two threads that read at once can wait for each other for ever (torch 2.13, `THPGenerator_getState`).
@@ -71,7 +71,7 @@ def mix(*parts: int) -> int:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's random streams.
+    """Seed Python's, NumPy's and torch's generators.
 
     Args:
         seed: 0 or more.
@@ -97,7 +97,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def digests() -> list[float]:
-    """A number for the state of each of the streams `reseed` knows, in their order; -1: not in use here."""
+    """A number for the state of each of the generators `reseed` knows, in their order; -1: not in use here."""
     states = read_states(_ALL[:-1], None)
     if "torch" in states:
         states["torch"] = states["torch"].numpy().tobytes()  # a pickled tensor says where it lay, too
@@ -122,7 +122,7 @@ def _seed_numpy(seed: int) -> None:
 
 
 def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
-    """The states of the streams of these names (see `synchronize_rng_states`), as they are now."""
+    """The states of the generators of these names (see `synchronize_rng_states`), as they are now."""
     states: dict[str, Any] = {}
     if "python" in rng_types:
         states["python"] = random.getstate()
@@ -130,14 +130,14 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in rng_types:
         states["torch"] = read_torch()
-    if "device" in rng_types and (read := _device_stream("get_rng_state")) is not None:
+    if "device" in rng_types and (read := _device_generator("get_rng_state")) is not None:
         states["device"] = read()
     if "generator" in rng_types and generator is not None:
         states["generator"] = generator.get_state()
     return states
 
 
-def _device_stream(name: str) -> Callable[..., Any] | None:
+def _device_generator(name: str) -> Callable[..., Any] | None:
     """How the device's stream is read or written; None on the CPU, and where torch's module for the device cannot."""
     hardware = current().hardware
     found = None if hardware.kind == "cpu" else hardware.ability(name)
@@ -158,25 +158,25 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
         write_torch(states["torch"])
-    if "device" in states and (write := _device_stream("set_rng_state")) is not None:
+    if "device" in states and (write := _device_generator("set_rng_state")) is not None:
         write(states["device"])
     if "generator" in states and generator is not None:
         generator.set_state(states["generator"])
 
 
-def read_streams(hardware: Hardware) -> dict[str, Any]:
-    """The states of Python's, NumPy's, torch's and the device's global streams."""
+def read_rng_states(hardware: Hardware) -> dict[str, Any]:
+    """The states of Python's, NumPy's, torch's and the device's global generators."""
     return read_states(_ALL if hardware.kind != "cpu" else _ALL[:-1], None)
 
 
-def write_streams(states: dict[str, Any], hardware: Hardware) -> None:
+def write_rng_states(states: dict[str, Any], hardware: Hardware) -> None:
     """Go on from those states; a device's is left out where there is another kind of device now."""
     write_states({name: state for name, state in states.items() if name != "device" or hardware.kind != "cpu"}, None)
 
 
 @contextmanager
-def untouched_streams() -> Iterator[None]:
-    """After the block the host's streams are as before it: for code of others that may draw from them; about 0.2 ms."""
+def untouched_rng_states() -> Iterator[None]:
+    """After the block the host's generators are as before it: for code of others that may draw from them; about 0.2 ms."""
     states = read_states(_ALL[:-1], None)
     try:
         yield
@@ -184,6 +184,6 @@ def untouched_streams() -> Iterator[None]:
         write_states(states, None)
 
 
-def derive_streams(seed: int, num_updates: int, index: int) -> None:
-    """Begin new streams if there is no saved state for this rank: a function of (seed, update, part of the data)."""
+def derive_rng_states(seed: int, num_updates: int, index: int) -> None:
+    """Begin new generators if there is no saved state for this rank: a function of (seed, update, part of the data)."""
     set_seed(mix(seed, num_updates, index) >> 1)

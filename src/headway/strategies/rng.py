@@ -1,4 +1,4 @@
-"""Random numbers in models that are split: each rank uses its own stream where activations differ, and the common one elsewhere.
+"""Random numbers in models that are split: each rank uses its own generator where activations differ, and the common one elsewhere.
 
 Ranks of one tensor-parallel group hold the same state, so that dropout on whole activations is alike on all of them. On
 activations that are cut, the same state would give each rank's heads the same mask. There a rank goes on with a stream
@@ -8,8 +8,8 @@ that follows from the common state and its number. It needs no memory: whoever c
 Random numbers in the stages of a pipeline.
 
 Ranks along a pipeline read the same data, and must go on to draw alike from every stream; what a stage draws is its own, and no other
-stage draws as often. So the streams are put back after a batch, and those that any rank has drawn from move by one number on all.
-In which order micro-batches pass a stage depends on the schedule, and on what has passed before: each begins streams of its own.
+stage draws as often. So the generators are put back after a batch, and those that any rank has drawn from move by one number on all.
+In which order micro-batches pass a stage depends on the schedule, and on what has passed before: each begins generators of its own.
 """
 
 import pickle
@@ -25,7 +25,7 @@ import torch
 
 from headway.runtime import seed
 from headway.runtime.device import Hardware
-from headway.runtime.seed import mix, read_streams, write_streams
+from headway.runtime.seed import mix, read_rng_states, write_rng_states
 from headway.strategies.tensor.crossings import SplitAxis
 
 
@@ -58,7 +58,7 @@ class SplitRNG:
             self._write(self._start)
 
     def _join(self) -> None:
-        """From here on they are whole; the common stream goes on where it was, one number further if any was drawn."""
+        """From here on they are whole; the common generator goes on where it was, one number further if any was drawn."""
         if self._common is None:
             return
         assert self._start is not None
@@ -85,11 +85,11 @@ NAMES = ("python", "numpy", "torch", "device")
 
 
 class StageRNG:
-    """What a batch draws in this rank's stages, and from which streams.
+    """What a batch draws in this rank's stages, and from which generators.
 
     Args:
         hardware: where the models compute.
-        common: the streams before the batch, which ranks of a pipeline have alike.
+        common: the generators before the batch, which ranks of a pipeline have alike.
 
     Attributes:
         flags: 1 or 0 for each of `NAMES`: were numbers drawn from it?
@@ -119,11 +119,11 @@ class StageRNG:
             name: self._begun(name, mix(seed, number, stage if name == self._main else 0))
             for name, seed in self._seeds.items()
         }
-        write_streams({name: self._start[name] for name in self._seeds}, self._hardware)
+        write_rng_states({name: self._start[name] for name in self._seeds}, self._hardware)
 
     def look(self) -> None:
-        """Note which streams were drawn from since the last beginning."""
-        now = read_streams(self._hardware)
+        """Note which generators were drawn from since the last beginning."""
+        now = read_rng_states(self._hardware)
         for index, name in enumerate(NAMES):
             if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
                 self.flags[index] = 1.0
@@ -137,19 +137,19 @@ class StageRNG:
 
 
 @contextmanager
-def own_streams(hardware: Hardware) -> Iterator[StageRNG]:
-    """A block after which all streams are as before."""
-    common = read_streams(hardware)
+def own_generators(hardware: Hardware) -> Iterator[StageRNG]:
+    """A block after which all generators are as before."""
+    common = read_rng_states(hardware)
     told = StageRNG(hardware, common)
     try:
         yield told
     finally:
         told.look()
-        write_streams(common, hardware)
+        write_rng_states(common, hardware)
 
 
 def go_on(flags: Sequence[float], device: torch.device) -> None:
-    """Move the common streams by one number each, where any rank has drawn: the next batch must not draw the same.
+    """Move the common generators by one number each, where any rank has drawn: the next batch must not draw the same.
 
     Args:
         flags: for each of `NAMES`, alike on all ranks.

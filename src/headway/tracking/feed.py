@@ -28,7 +28,7 @@ import torch
 from headway.common import env
 from headway.errors import StateError, TrackingError
 from headway.log import get_logger
-from headway.runtime.seed import untouched_streams
+from headway.runtime.seed import untouched_rng_states
 from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
 from headway.tracking.runlog import LoggedRun, RunLog, Value, read_run
@@ -133,7 +133,7 @@ class GuardedTracker:
         # Beginnings and ends draw run names and the like; with each log() this would cost more than the log does.
         is_rare = not method.startswith("log") and method != "flush"
         try:
-            with untouched_streams() if is_rare else nullcontext():
+            with untouched_rng_states() if is_rare else nullcontext():
                 act()
         except Exception as error:
             self._count_failure(method, error, is_fatal)

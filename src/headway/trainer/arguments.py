@@ -73,7 +73,7 @@ class TrainingArguments(UnknownMembers):
         eval_strategy: "no", "steps" or "epoch"; eval_steps: updates between two; None: as `logging_steps`.
         eval_delay: updates (epochs, with "epoch") before the first one.
         eval_on_start: evaluate before the first update.
-        eval_rehearsal: try the evaluation on a few rows before the first update, so that its mistakes show then.
+        eval_sanity_check: try the evaluation on a few rows before the first update, so that its mistakes show then.
         eval_accumulation_steps: accepted for the name's sake: predictions go to host memory batch by batch.
         batch_eval_metrics: call `compute_metrics(prediction, compute_result)` for each batch.
         prediction_loss_only: evaluate the loss alone.
@@ -138,7 +138,7 @@ class TrainingArguments(UnknownMembers):
     eval_steps: float | None = None
     eval_delay: float = 0
     eval_on_start: bool = False
-    eval_rehearsal: bool = True
+    eval_sanity_check: bool = True
     eval_accumulation_steps: int | None = None
     batch_eval_metrics: bool = False
     prediction_loss_only: bool = False

@@ -40,7 +40,8 @@ _OF_THE_PLACE = frozenset(
     output_dir logging_dir run_name report_to log_level disable_tqdm use_cpu do_train do_eval do_predict
     resume_from_checkpoint ignore_data_skip skip_memory_metrics save_total_limit eval_accumulation_steps
     per_device_eval_batch_size logging_strategy logging_steps logging_first_step dataloader_num_workers
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor eval_rehearsal
+    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor eval_sanity_check
+    eval_rehearsal
     """.split()  # noqa: SIM905
 )
 """Arguments that a run may be continued with other values of: they change nothing of what is learned."""

@@ -47,7 +47,7 @@ class LengthGroupedSampler(Sampler[int]):
     """A random order in which neighbours have about the same length, so that batches need little padding.
 
     The shuffled order is cut into pieces of 50 global batches, each sorted by length, longest first; the longest row of all
-    comes first, so that memory runs out at once or never. It draws from torch's global stream.
+    comes first, so that memory runs out at once or never. It draws from torch's global generator.
 
     Args:
         lengths: of each row.

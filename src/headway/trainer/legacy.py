@@ -19,6 +19,7 @@ ACCEPTED = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "no_cuda": "use_cpu",
     "lr": "learning_rate",
+    "eval_rehearsal": "eval_sanity_check",  # until the next release
 }
 """Another spelling, and the argument that it means."""
 

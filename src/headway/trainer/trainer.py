@@ -537,7 +537,7 @@ class Trainer(LegacyMembers):
         """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
 
         It leaves no trace in the training (`trainer.evaluation.sanity_check` says what is put back). Streams are not tried, since
-        that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_rehearsal=False` switches it off.
+        that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_sanity_check=False` switches it off.
         Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
 
         Raises:
@@ -545,7 +545,7 @@ class Trainer(LegacyMembers):
             ConfigError: `metric_for_best_model` is not among the metrics.
         """
         args = self.args
-        if is_forecast() or not args.eval_rehearsal or (args.eval_strategy == "no" and not args.eval_on_start):
+        if is_forecast() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
             return
         if not self._overrides("evaluate", "evaluation_loop"):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)

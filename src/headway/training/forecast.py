@@ -1,7 +1,7 @@
 """What a step of a user's own model takes, forecast inside the script: `accelerator.forecast`.
 
 A copy of the model without values is traced, with the Accelerator's precision, accumulation and activation checkpointing. The model,
-its optimizer and every random stream stay as they are.
+its optimizer and every generator stay as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator

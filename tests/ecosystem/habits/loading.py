@@ -369,7 +369,7 @@ def dictionaries():
 
 
 def random_numbers_in_the_dataset():
-    """A dataset that draws from the global stream."""
+    """A dataset that draws from the global generator."""
     torch.manual_seed(3)
 
     class Noise(torch.utils.data.Dataset):

@@ -68,7 +68,7 @@ def pad(items):
 
 
 def corrupt(items):
-    """Another random token here and there, drawn from torch's global stream."""
+    """Another random token here and there, drawn from torch's global generator."""
     rows = torch.stack([item["input_ids"] for item in items])
     noise = torch.randint(0, 64, rows.shape)
     return {

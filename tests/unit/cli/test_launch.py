@@ -85,6 +85,10 @@ def test_dashes_and_underscores(run, flag):
     )
 
 
+def test_the_earlier_name_of_a_flag(run):
+    assert '"timeout":{"value":9.0' in run("-n", "2", "--patience", "9", "train.py").additions["HEADWAY_RUN"]
+
+
 def test_equals_signs(run):
     assert run("--num-processes=2", "train.py").world_size == 2
 

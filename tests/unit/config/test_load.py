@@ -5,6 +5,7 @@ import json
 import pytest
 
 from headway.common import env
+from headway.config.files import settings_in
 from headway.config.launch import SETTINGS, UNSET, LaunchConfig
 from headway.config.load import Value, asked_num_processes, environment_layer, payload, resolve, run_setting
 from headway.errors import ConfigError
@@ -114,7 +115,7 @@ def test_a_foreign_payload_is_refused(text):
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("patience", "x"), ("gradient_accumulation_steps", 0), ("strategy", 3.5), ("mixed_precision", ["bf16"]), ("cpu", 1),
+    ("timeout", "x"), ("gradient_accumulation_steps", 0), ("strategy", 3.5), ("mixed_precision", ["bf16"]), ("cpu", 1),
 ])  # fmt: skip
 def test_a_foreign_value_is_refused_with_its_name(name, value):
     content = {**GOOD, "settings": {name: {"value": value, "origin": "command line"}}}
@@ -180,3 +181,15 @@ class TestRunSetting:
             pytest.raises(ConfigError, match="HEADWAY_LOOKAHEAD='x'"),
         ):
             run_setting("lookahead", UNSET, 5, parse=int)
+
+
+def test_earlier_names_are_accepted_for_one_release(monkeypatch, tmp_path):
+    assert environment_layer({"HEADWAY_PATIENCE": "7", "HEADWAY_MACHINE_PATIENCE": "8"}) == {
+        "timeout": Value(7.0, "environment: HEADWAY_PATIENCE"),
+        "machine_timeout": Value(8.0, "environment: HEADWAY_MACHINE_PATIENCE"),
+    }
+    both = environment_layer({"HEADWAY_TIMEOUT": "9", "HEADWAY_PATIENCE": "7"})
+    assert both == {"timeout": Value(9.0, "environment: HEADWAY_TIMEOUT")}
+    assert settings_in({"patience": 5}, "f")["timeout"].value == 5.0
+    monkeypatch.setenv("HEADWAY_PATIENCE", "6")
+    assert run_setting("timeout", None, 600.0) == (6.0, "environment: HEADWAY_PATIENCE")

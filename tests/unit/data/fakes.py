@@ -73,7 +73,7 @@ def on_ranks(count, function):
 def prepare(
     loader, rank=0, count=1, collectives=None, *, seed=7, active=None, device=None, rng_types=("generator",), **config
 ):
-    config.setdefault("use_seedable_sampler", True)  # ranks that are played by threads share one global stream
+    config.setdefault("use_seedable_sampler", True)  # ranks that are played by threads share one global generator
     return prepare_loader(
         loader,
         shard=Part(rank, count),

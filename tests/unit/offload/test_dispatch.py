@@ -25,7 +25,7 @@ def build(seed=0):
     return model
 
 
-def skeleton():
+def meta_model():
     with init_empty_weights():
         return build()
 
@@ -71,14 +71,14 @@ def test_the_folder_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="another model"):
         disk_offload(nn.Linear(2, 2), tmp_path)
     # Without values of its own, a model of the same names and shapes takes what the folder holds.
-    assert torch.equal(disk_offload(skeleton(), tmp_path)[0].weight, build(0)[0].weight)
+    assert torch.equal(disk_offload(meta_model(), tmp_path)[0].weight, build(0)[0].weight)
 
 
 def test_what_has_no_values_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tensors have no values: 0\.weight"):
-        dispatch_model(skeleton(), {"": "cpu"})
+        dispatch_model(meta_model(), {"": "cpu"})
     with pytest.raises(ConfigError, match="have no values"):
-        disk_offload(skeleton(), tmp_path)
+        disk_offload(meta_model(), tmp_path)
     with pytest.raises(ConfigError, match="give an offload folder"):
         dispatch_model(build(), {"": "disk"})
     with pytest.raises(DeviceMapError, match="accelerator"):
@@ -90,14 +90,14 @@ def test_what_has_no_values_is_refused(tmp_path):
 
 def test_values_from_a_state_dict_and_from_an_index(tmp_path):
     whole = build()
-    model = cpu_offload(skeleton(), state_dict=whole.state_dict())
+    model = cpu_offload(meta_model(), state_dict=whole.state_dict())
     assert torch.equal(model[0](INPUTS), whole[0](INPUTS))
     save_file({f"x.{name}": t.clone() for name, t in whole.state_dict().items()}, tmp_path / "x.safetensors")
     index = {
         name: {"safetensors_file": str(tmp_path / "x.safetensors"), "weight_name": f"x.{name}", "dtype": "float32"}
         for name in whole.state_dict()
     }
-    model = dispatch_model(skeleton(), {"": "disk"}, offload_index=index)
+    model = dispatch_model(meta_model(), {"": "disk"}, offload_index=index)
     assert torch.equal(model[0](INPUTS), whole[0](INPUTS))
     assert is_mapped(model[0].weight)
 
@@ -105,10 +105,10 @@ def test_values_from_a_state_dict_and_from_an_index(tmp_path):
 def test_saving_an_offloaded_model_saves_its_values(tmp_path):
     whole = build()
     save_weights(whole.state_dict().items(), tmp_path / "a", "60B")
-    model = load_checkpoint_and_dispatch(skeleton(), tmp_path / "a", {"0": "cpu", "1": "disk", "2": "disk"})
+    model = load_checkpoint_and_dispatch(meta_model(), tmp_path / "a", {"0": "cpu", "1": "disk", "2": "disk"})
     model(INPUTS)
     save_weights(model.state_dict().items(), tmp_path / "b", "1GB")
-    other = skeleton()
+    other = meta_model()
     load_checkpoint_in_model(other, tmp_path / "b", strict=True)
     assert torch.equal(other(INPUTS), whole(INPUTS))
     # Also over the files that it is using.

@@ -210,7 +210,7 @@ def test_prefixes_and_submodules():
     assert list(extract_submodules_state_dict(state, ["x", "h.10"])) == ["h.10.a", "x"]
 
 
-def test_load_offloaded_weights_gives_a_skeleton_its_values(tmp_path):
+def test_load_offloaded_weights_gives_a_meta_model_its_values(tmp_path):
     model = Chain(2)
     offload_state_dict(tmp_path, model.state_dict())
     with init_empty_weights():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from headway.offload.placement.skeleton import init_empty_weights
+from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning.sources import unmasked
 
 LENGTH = 16

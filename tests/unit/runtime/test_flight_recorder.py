@@ -161,7 +161,7 @@ def test_the_judge_names_who_is_missing_from_a_collective_on_the_device():
     verdict = judge(views, 10.0)
     assert verdict is not None
     told = text(verdict)
-    assert "rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 30 s (patience 10 s)" in told
+    assert "rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 30 s (timeout 10 s)" in told
     assert "waits in all_reduce #5 at /u/train.py:7 in main" in told
     assert "is at /u/train.py:8 in main" in told
 

@@ -1,4 +1,4 @@
-"""Random streams on one process."""
+"""RNG states on one process."""
 
 import random
 

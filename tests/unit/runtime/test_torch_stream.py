@@ -1,4 +1,4 @@
-"""torch's random stream, read in several threads at once."""
+"""torch's generator, read in several threads at once."""
 
 import subprocess
 import sys

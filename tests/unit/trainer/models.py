@@ -78,7 +78,7 @@ class Points(Dataset):
 
 
 class Net(nn.Module):
-    """Logits of two classes; with dropout, so that random streams matter."""
+    """Logits of two classes; with dropout, so that RNG states matter."""
 
     def __init__(self, dropout=0.0):
         super().__init__()

@@ -92,7 +92,7 @@ def drawn(indices):
 def test_a_sampler_shorter_than_its_dataset(count):
     """Accelerate counts the dataset: 9 of 16 samples came back as 12.
 
-    With a generator of its own: ranks are threads here, which would draw from one global stream at once.
+    With a generator of its own: ranks are threads here, which would draw from one global generator at once.
     """
     for n in (1, 9, 10):
         wanted = list(range(3, 3 + n))

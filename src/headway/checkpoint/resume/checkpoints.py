@@ -191,7 +191,7 @@ class Checkpoints:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state is called %s. The checkpoint holds everything but the random streams%s of the other ranks, which get "
+                "save_state is called %s. The checkpoint holds everything but the RNG states%s of the other ranks, which get "
                 "new ones after a resume. To keep theirs too, call it on every rank",
                 attended,
                 " and the optimizer states (of local SGD)" if self._run.local.has_parted else "",
@@ -230,7 +230,7 @@ class Checkpoints:
         last = self._last_hook()
         hooks = [*self._save_hooks.values(), *([] if last is None else [last])]
         fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
-        where = run.place(before)  # asks the user's objects, and the random streams are read after them
+        where = run.place(before)  # asks the user's objects, and the RNG states are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
         place.iteration += place.is_automatic
         if not is_alone:

@@ -1,6 +1,6 @@
-"""What objects take from a manifest's state, looked at before any of them is changed: optimizers, loaders, random streams.
+"""What objects take from a manifest's state, looked at before any of them is changed: optimizers, loaders, RNG states.
 
-What lies in random streams is tried on streams that nobody uses.
+RNG states are tried on generators that nobody uses.
 """
 
 import random
@@ -14,7 +14,7 @@ import torch
 from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.checkpoint.format.values import TAG, decode
 from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
-from headway.data.sampling.rng import among_streams, is_generator_text, is_streams_text
+from headway.data.sampling.rng import among_rng_states, is_generator_text, is_rng_states_text
 from headway.errors import CheckpointError
 from headway.runtime.device import Hardware
 from headway.weights.pieces import is_spread
@@ -135,7 +135,7 @@ def _check_options(group: TypedReader) -> None:
                 beta.number()
 
 
-# -------------------------------------------------------------------- data and random streams
+# -------------------------------------------------------------------- data and RNG states
 
 
 _NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
@@ -168,43 +168,43 @@ def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
 
 
 def _check_states(source: TypedReader, hardware: Hardware) -> None:
-    """The random streams that a loader's pass goes on from."""
+    """The RNG states that a loader's pass goes on from."""
     generators = [each for each in source.given("base_seed") if each.text()]
     generators += [text for each in source.given("generators") for text in each.items()]
     for text in generators:
         if not is_generator_text(text.text(), is_on_cpu=hardware.kind == "cpu"):
             text.refuse("the state of a generator")
-    streams = [*source.given("global")]
-    streams += [text for each in source.given("workers") for text in each["streams"].items() if not text.is_none]
-    for text in streams:
-        if not is_streams_text(text.text()):
-            text.refuse("the state of random streams")
+    rng_states = [*source.given("global")]
+    rng_states += [text for each in source.given("workers") for text in each["streams"].items() if not text.is_none]
+    for text in rng_states:
+        if not is_rng_states_text(text.text()):
+            text.refuse("the states of generators")
     for line in (line for each in source.given("lines") for line in each.items()):
         place, number, text = line.items(3)
         number.whole(-1, LARGEST)
-        if not is_streams_text(among_streams(text.text(), place.whole(0, 2))):
-            text.refuse("the state of a random stream")
+        if not is_rng_states_text(among_rng_states(text.text(), place.whole(0, 2))):
+            text.refuse("the state of a generator")
 
 
-def check_streams(streams: TypedReader, hardware: Hardware) -> None:
-    """Would the process's own streams take them?"""
-    _check_state(streams["torch"])
-    for each in streams.given("loaders"):
+def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
+    """Would the process's own generators take them?"""
+    _check_state(rng_states["torch"])
+    for each in rng_states.given("loaders"):
         _check_state(each)
-    for each in streams.given("device"):
+    for each in rng_states.given("device"):
         is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
         read = None if hardware.kind == "cpu" else hardware.ability("get_rng_state")
         if read is not None and (not is_state or each.value.shape != read().shape):
-            each.refuse("the state of the device's random stream")
-    python = streams["python"]
+            each.refuse("the state of the device's generator")
+    python = rng_states["python"]
     gauss = python.items(3)[2]
     try:
         random.Random().setstate(python.value)
     except (TypeError, ValueError, OverflowError):
-        python.refuse("the state of Python's random stream")
+        python.refuse("the state of Python's generator")
     if not gauss.is_none:
         gauss.number()
-    for each in streams.given("numpy"):
+    for each in rng_states.given("numpy"):
         _check_numpy(each)
 
 
@@ -212,19 +212,19 @@ def _check_state(told: TypedReader) -> None:
     try:
         torch.Generator().set_state(told.value)
     except (TypeError, RuntimeError):
-        told.refuse("the state of torch's random stream")
+        told.refuse("the state of torch's generator")
 
 
 def _check_numpy(told: TypedReader) -> None:
     if isinstance(told.value, dict):  # another bit generator than the usual one
         own = numpy.random.get_state(legacy=False)
         if own["bit_generator"] == "MT19937" or told.value.keys() != own.keys():
-            told.refuse("the state of NumPy's random stream")
+            told.refuse("the state of NumPy's generator")
         return
     name, keys, position, has_gauss, cached = told.items(5)
     is_sound = isinstance(keys.value, numpy.ndarray) and keys.value.shape == (624,) and keys.value.dtype == numpy.uint32
     if name.value != "MT19937" or not is_sound:
-        told.refuse("the state of NumPy's random stream")
+        told.refuse("the state of NumPy's generator")
     position.whole(0, 624)
     has_gauss.whole(0, 1)
     cached.number()

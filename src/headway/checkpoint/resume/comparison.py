@@ -251,16 +251,16 @@ class RunComparison:
         lines = []
         before, now = saved.world_size, self.runtime.world_size
         if before != now:
-            lines.append(f"world {before} -> {now}; random streams are derived from (seed, update, rank)")
+            lines.append(f"world {before} -> {now}; RNG states are derived from (seed, update, rank)")
         elif len(saved.ranks) < now:
             lines.append(
-                f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' random streams: these are derived "
+                f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' RNG states: these are derived "
                 "from (seed, update, rank)"
             )
         parts = self.strategy.data_shard.count
         if before == now and saved.num_shards != parts:
             lines.append(
-                f"data in {saved.num_shards} -> {parts} parts; random streams are derived from (seed, update, part)"
+                f"data in {saved.num_shards} -> {parts} parts; RNG states are derived from (seed, update, part)"
             )
         lines += self.plan(saved).lines
         if saved.precision != self.precision.name:

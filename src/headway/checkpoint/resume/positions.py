@@ -12,7 +12,7 @@ A loop may read several loaders one after the other::
 
 Where a run that is saved in the middle of an evaluation goes back to: its beginning, right after the last update.
 
-An evaluation between two epochs is run again, whole, after the resume: the loaders and random streams of the training
+An evaluation between two epochs is run again, whole, after the resume: the loaders and RNG states of the training
 pass's end are kept for that. One within an epoch is not, as the loop goes on at the next batch; its loader starts over.
 
 Where a window began: what a save in its middle goes back to.
@@ -38,17 +38,17 @@ from headway.training.windows import AccumulationWindows
 
 @dataclass
 class WindowSnapshot:
-    """Where a window began; the streams and what forward changes only in a run that is known to save.
+    """Where a window began; the generators and what forward changes only in a run that is known to save.
 
     Attributes:
-        streams: the random streams.
+        rng_states: the RNG states.
         loaders: each loader's state.
         local_steps: of each model in local SGD.
         pieces: how batches are cut.
         changed: what forward changes in the models.
     """
 
-    streams: dict[str, Any] | None
+    rng_states: dict[str, Any] | None
     loaders: list[dict[str, Any]]
     local_steps: list[int | None]
     pieces: dict[str, int | None]
@@ -267,14 +267,14 @@ class EvaluationStart:
     """The moment before an evaluation.
 
     Attributes:
-        streams: the random streams.
+        rng_states: the RNG states.
         states: of all loaders.
         epoch: with which a resumed run begins.
         num_windows: windows begun by then; with the next one this moment is past.
         over: passes of the epoch that the resumed run does not make again, by the loaders' seeds.
     """
 
-    streams: dict[str, Any]
+    rng_states: dict[str, Any]
     states: list[dict[str, Any]]
     epoch: int
     num_windows: int
@@ -288,14 +288,14 @@ class EvaluationStarts:
     Attributes:
         accumulation: counts windows, and knows the loaders in iteration.
         loaders: gives all prepared ones.
-        streams: reads the random streams.
+        rng_states: reads the RNG states.
         epoch: the one that a resumed run would begin with.
         passes: which of the epoch's are over.
     """
 
     accumulation: AccumulationWindows
     loaders: Callable[[], Sequence[PreparedLoader]]
-    streams: Callable[[], dict[str, Any]]
+    rng_states: Callable[[], dict[str, Any]]
     epoch: Callable[[], int]
     passes: TrainingPasses
     _begun: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict, init=False)
@@ -319,7 +319,7 @@ class EvaluationStarts:
         return windows == self.accumulation.num_windows and not is_trained_on
 
     def beginning(self) -> EvaluationStart:
-        """What a save in this evaluation takes for the loaders, the streams and the epoch."""
+        """What a save in this evaluation takes for the loaders, the generators and the epoch."""
         known = self._beginning
         if known is not None and known.num_windows == self.accumulation.num_windows:
             return known
@@ -335,7 +335,9 @@ class EvaluationStarts:
 
     def _now(self) -> EvaluationStart:
         states = [self._rewound(each) for each in self.loaders()]
-        return EvaluationStart(self.streams(), states, self.epoch(), self.accumulation.num_windows, self.passes.over())
+        return EvaluationStart(
+            self.rng_states(), states, self.epoch(), self.accumulation.num_windows, self.passes.over()
+        )
 
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""

@@ -36,7 +36,7 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.seed import derive_streams, read_streams, write_streams
+from headway.runtime.seed import derive_rng_states, read_rng_states, write_rng_states
 from headway.strategies.base import Strategy
 from headway.training.local_sgd import LocalTraining
 from headway.training.prepared.prepare import Preparation
@@ -83,7 +83,7 @@ class RunState:
         self._ask: Callable[[PreparedLoader], None] | None = None
         self._passes = TrainingPasses(self.windows, lambda: preparation.loaders)
         self.evaluations = EvaluationStarts(
-            self.windows, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
+            self.windows, lambda: preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
         )
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
@@ -130,7 +130,7 @@ class RunState:
     # ---------------------------------------------------------------- marks
 
     def expect_saves(self) -> None:
-        """Checkpoints will be saved: marks of windows hold random streams too from now on."""
+        """Checkpoints will be saved: marks of windows hold RNG states too from now on."""
         self._is_saving = True
 
     def ask_before_batches(self, ask: Callable[[PreparedLoader], None] | None) -> None:
@@ -165,20 +165,20 @@ class RunState:
         """Note where a window begins, where one may be saved in its middle."""
         if self.windows.num_steps > 1 and not self.windows.is_unfinished:
             loaders = self._preparation.loaders
-            # Reading all streams costs about 90 us.
-            streams = self._read_streams() if self._is_saving else None
+            # Reading all generators costs about 90 us.
+            rng_states = self._read_rng_states() if self._is_saving else None
             changed = None
             if self._is_saving:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
             states = [each.run_state(is_brief=True) for each in loaders]
-            self._mark = WindowSnapshot(streams, states, self.local.steps(), self._pieces(), changed)
+            self._mark = WindowSnapshot(rng_states, states, self.local.steps(), self._pieces(), changed)
 
     def _pieces(self) -> dict[str, int | None]:
         return {} if self._step.pieces is None else asdict(self._step.pieces)
 
-    def _read_streams(self) -> dict[str, Any]:
-        return {**read_streams(self.runtime.hardware), "loaders": self._preparation.loader_stream.state()}
+    def _read_rng_states(self) -> dict[str, Any]:
+        return {**read_rng_states(self.runtime.hardware), "loaders": self._preparation.loader_rng.state()}
 
     # ---------------------------------------------------------------- out
 
@@ -206,7 +206,7 @@ class RunState:
     def collect(
         self, before: EvaluationStart | None = None, is_alone: bool = False
     ) -> tuple[CollectedState, dict[str, Any]]:
-        """The state of all ranks but their random streams, and what a reader of the manifest wants to know.
+        """The state of all ranks but their RNG states, and what a reader of the manifest wants to know.
 
         Every rank calls it, or, with `is_alone`, this one without the others.
 
@@ -268,17 +268,17 @@ class RunState:
         parts = ["registered objects"] if self.custom else []
         if self._mark is None or self._mark.changed is None:
             parts += ["the models' buffers"] if has_changing_state(self._bare_models()) else []
-            parts += ["the random streams"]
+            parts += ["the RNG states"]
         return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
 
     def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
-        """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
+        """Add the RNG states, after all else of the user's that may draw from them has run; called like `collect`."""
         is_unfinished = self.windows.is_unfinished
-        marked = self._mark.streams if is_unfinished and self._mark is not None else None
-        streams = self._read_streams() if marked is None else marked
+        marked = self._mark.rng_states if is_unfinished and self._mark is not None else None
+        rng_states = self._read_rng_states() if marked is None else marked
         if before is not None and not is_unfinished:
-            streams = before.streams
-        self._add("streams", streams, collected, is_alone)
+            rng_states = before.rng_states
+        self._add("streams", rng_states, collected, is_alone)
         self._is_saving = True
 
     def _add(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
@@ -388,7 +388,7 @@ class RunState:
         self._comparison.check(restored, parts, found, saved, is_strict, changed)
         plan, is_new = self._comparison.plan(saved), "data" in (changed or ())
         restore(parts, found, lambda undo: self._restore_position(saved, plan, is_new, undo), self._agree)
-        # Told before the random streams are set: who listens may draw from them.
+        # Told before the RNG states are set: who listens may draw from them.
         notify(
             "resumed",
             step=saved.num_updates,
@@ -409,31 +409,31 @@ class RunState:
         return [f"rank {rank}: {text}" if several else text for rank, text in enumerate(told) if text is not None]
 
     def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
-        """What may still fail, as the state is read by others: the scaler, the loaders' positions, the streams."""
+        """What may still fail, as the state is read by others: the scaler, the loaders' positions, the generators."""
         if saved.precision == self._precision.name:
             undo.add("the scaler", partial(self._precision.load_state_dict, self._precision.state_dict()))
             self._precision.load_state_dict(saved.scaler)
         undo.add("the global batch", self._batch.way_back())
         self._batch.carry_out(plan)
         self._positions.put_back(saved, is_new, undo)
-        streams = self._read_streams()
-        undo.add("the random streams", partial(self._write_streams, streams, streams.get("loaders")))
-        self._take_streams(saved)
+        rng_states = self._read_rng_states()
+        undo.add("the RNG states", partial(self._write_rng_states, rng_states, rng_states.get("loaders")))
+        self._take_rng_states(saved)
 
-    def _take_streams(self, saved: SavedRun) -> None:
+    def _take_rng_states(self, saved: SavedRun) -> None:
         if saved.is_own:
-            self._write_streams(saved.streams, saved.loader_stream)
+            self._write_rng_states(saved.rng_states, saved.loader_rng)
         else:
-            derive_streams(saved.seed, saved.num_updates, self._strategy.data_shard.index)
-            self._preparation.loader_stream.load_state(saved.loader_stream)
+            derive_rng_states(saved.seed, saved.num_updates, self._strategy.data_shard.index)
+            self._preparation.loader_rng.load_state(saved.loader_rng)
 
-    def _write_streams(self, streams: dict[str, Any], loader_stream: torch.Tensor | None) -> None:
-        own = {name: state for name, state in streams.items() if name != "loaders"}
-        write_streams(own, self.runtime.hardware)
-        self._preparation.loader_stream.load_state(loader_stream)
+    def _write_rng_states(self, rng_states: dict[str, Any], loader_rng: torch.Tensor | None) -> None:
+        own = {name: state for name, state in rng_states.items() if name != "loaders"}
+        write_rng_states(own, self.runtime.hardware)
+        self._preparation.loader_rng.load_state(loader_rng)
 
     def _take_up(self, saved: SavedRun, plan: BatchPlan, is_new: bool) -> None:
-        """The counters and the streams, which were read before."""
+        """The counters and the generators, which were read before."""
         preparation = self._preparation
         self.run_id = saved.run_id
         self.clock.resume(saved.num_updates)
@@ -455,4 +455,4 @@ class RunState:
         self._began = {each.seed: each.next_epoch for each in preparation.loaders} if saved.counts_epochs else None
         self._passes.load([] if is_new else saved.passes_over)
         self.evaluations.forget()
-        self._take_streams(saved)
+        self._take_rng_states(saved)

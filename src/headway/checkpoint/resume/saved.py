@@ -12,7 +12,7 @@ import torch
 
 from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.checkpoint.resume.batch import BatchState
-from headway.checkpoint.resume.checks import check_loaders, check_names, check_objects, check_streams, decoded
+from headway.checkpoint.resume.checks import check_loaders, check_names, check_objects, check_rng_states, decoded
 from headway.checkpoint.state import CollectedState
 from headway.precision.base import Precision
 from headway.runtime.process import ProcessRuntime
@@ -49,9 +49,9 @@ class SavedRun:
         pieces: how automatic micro-batching cuts; empty: it was off.
         units: for each schedule, what it counts; missing where it was saved before that was noted.
         loaders: their positions.
-        is_own: were the streams, and what loaders keep of their shards, saved by this rank?
-        streams: the random streams.
-        loader_stream: of the loaders' orders; None: the global one.
+        is_own: were the generators, and what loaders keep of their shards, saved by this rank?
+        rng_states: the RNG states.
+        loader_rng: of the loaders' orders; None: the global one.
     """
 
     run_id: str
@@ -80,8 +80,8 @@ class SavedRun:
     units: list[str]
     loaders: list[dict[str, Any]]
     is_own: bool
-    streams: dict[str, Any]
-    loader_stream: torch.Tensor | None
+    rng_states: dict[str, Any]
+    loader_rng: torch.Tensor | None
 
 
 def read_run(
@@ -115,10 +115,10 @@ def read_run(
     is_same = world_size == runtime.world_size and former_shards == (num_shards or runtime.world_size)
     is_own = is_same and runtime.rank in ranks
     place = ranks.index(runtime.rank) if is_own else 0
-    loaders, streams = _read_own(state, found, runtime, len(ranks), len(seeds))[place]
-    loader_stream = streams.pop("loaders", None)
-    if loader_stream is None and world_size != runtime.world_size:
-        loader_stream = streams["torch"]
+    loaders, rng_states = _read_own(state, found, runtime, len(ranks), len(seeds))[place]
+    loader_rng = rng_states.pop("loaders", None)
+    if loader_rng is None and world_size != runtime.world_size:
+        loader_rng = rng_states["torch"]
     num_processes, num_steps = run["ticks"].items(2)
     return SavedRun(
         run_id="".join(each.text() for each in about.given("run")),
@@ -151,8 +151,8 @@ def read_run(
         units=[unit.text() for each in run.given("units") for unit in each.items()],
         loaders=loaders,
         is_own=is_own,
-        streams=streams,
-        loader_stream=loader_stream,
+        rng_states=rng_states,
+        loader_rng=loader_rng,
     )
 
 
@@ -188,13 +188,13 @@ def _check_about(about: TypedReader) -> None:
 def _read_own(
     state: TypedReader, found: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """For each rank that saved, its loaders' positions and random streams."""
+    """For each rank that saved, its loaders' positions and RNG states."""
     read = []
     for told, own in zip(state["loaders"].items(num_ranks), state["streams"].items(num_ranks)):
-        loaders, streams = decoded(told, found), decoded(own, found)
+        loaders, rng_states = decoded(told, found), decoded(own, found)
         check_loaders(loaders, num_loaders, runtime.hardware)
-        check_streams(streams, runtime.hardware)
-        read.append(([each.mapping() for each in loaders.items()], dict(streams.mapping())))
+        check_rng_states(rng_states, runtime.hardware)
+        read.append(([each.mapping() for each in loaders.items()], dict(rng_states.mapping())))
     return read
 
 

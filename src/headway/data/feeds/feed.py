@@ -33,7 +33,7 @@ class BatchFeed(Protocol):
     seed: int
 
     def open(self) -> None:
-        """An iterator is made: draw from the global streams what a plain loader would draw now; `start` follows."""
+        """An iterator is made: draw from the global generators what a plain loader would draw now; `start` follows."""
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass.

@@ -68,13 +68,13 @@ class MappedFeed:
         order: of samples, or of batches where `split` hands out batches.
         split: cuts the order into rounds.
         ranks: whose batches to read: this rank's, or all for one process that reads for them.
-        seed: of the workers' streams.
+        seed: of the workers' generators.
         collectives: the ranks that have to agree on the rows of unbatched items; None: this process reads alone.
         base_seed: draws that of the workers.
-        is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
-        is_shared: other ranks read the same, and their workers need the same streams.
+        is_seedable: order and workers' generators are functions of (seed, epoch); False: on one process, they are torch's own.
+        is_shared: other ranks read the same, and their workers need the same generators.
         reads_ahead: without workers, fetch a batch before the one in hand is done with.
-        leaves_workers: their streams are torch's own on several ranks too; a resumed epoch then has others.
+        leaves_workers: their generators are torch's own on several ranks too; a resumed epoch then has others.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class MappedFeed:
             )
         self._sampler = ShareSampler(self.is_batched)
         self._recount = self._choose_recount(collectives)
-        self._streams: WorkerRNGStates | None = None
+        self._rng_states: WorkerRNGStates | None = None
         if has_workers and is_alone and self._is_in_order:
-            self._streams = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
+            self._rng_states = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
         changes: dict[str, Any] = {"batch_sampler": self._sampler}
         if not self.is_batched:
             changes = {"batch_size": None, "sampler": self._sampler}
-        if self._streams is not None:
+        if self._rng_states is not None:
             changes["collate_fn"] = WorkerStateCollate(loader.collate_fn)
         self.inner = rebuild(loader, **changes)
 
     @property
     def seed(self) -> int:
-        """Of the order and of the workers' streams."""
+        """Of the order and of the workers' generators."""
         return self._seed
 
     @seed.setter
@@ -176,8 +176,8 @@ class MappedFeed:
         if not self._is_in_order and self.split.count > 1:
             self._check_uniform()
         seed = mix(self.seed, epoch)
-        streams = self._streams
-        num_repeated = 0 if streams is None else streams.begin(consumed > 0 and not num_skipped)
+        rng_states = self._rng_states
+        num_repeated = 0 if rng_states is None else rng_states.begin(consumed > 0 and not num_skipped)
         begun = self.split.start(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
         handed_out = self._sampler.begin(self._shares(begun, seed))
         seed_generator(self.inner, mix(seed, 1))
@@ -196,7 +196,7 @@ class MappedFeed:
 
     def _shares(self, begun: EpochStart, seed: int) -> Iterator[RankBatch]:
         split, position = self.split, begun.consumed
-        goes_on = iter(() if self._streams is None else self._streams.to_send())
+        goes_on = iter(() if self._rng_states is None else self._rng_states.to_send())
         for chunk, is_last in mark_last(begun.rounds):
             num_samples = split.count_samples(chunk)
             for rank in self.ranks:
@@ -207,10 +207,10 @@ class MappedFeed:
                 yield RankBatch(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
             position += num_samples
 
-    def _continued(self, indices: Any, streams: str | None) -> Any:
-        if streams is None:
+    def _continued(self, indices: Any, rng_states: str | None) -> Any:
+        if rng_states is None:
             return indices
-        return ResumedIndices(indices, streams) if self.is_batched else [ResumedIndices(indices[0], streams)]
+        return ResumedIndices(indices, rng_states) if self.is_batched else [ResumedIndices(indices[0], rng_states)]
 
     def _seeded(self, indices: list[Any], seed: int, position: int) -> Any:
         if not self.is_batched:
@@ -218,11 +218,11 @@ class MappedFeed:
         return SeededIndices(indices, seed, position) if self._is_one_by_one else Seeded(indices, seed, position)
 
     def _deliveries(self, batches: Iterator[Any], handed_out: deque[RankBatch]) -> Iterator[Delivery]:
-        recount, streams = self._recount, self._streams
+        recount, rng_states = self._recount, self._rng_states
         for batch in batches:
             share = handed_out.popleft()
-            if streams is not None:
-                batch = streams.note(batch)
+            if rng_states is not None:
+                batch = rng_states.note(batch)
             yield batch, share if recount is None else recount(batch, share)
 
     def _choose_recount(self, collectives: Collectives | None) -> Recount | None:
@@ -242,9 +242,9 @@ class MappedFeed:
             )
 
     def state(self, is_running: bool) -> State:
-        """What the order needs to be drawn again, and the workers' streams."""
+        """What the order needs to be drawn again, and the workers' generators."""
         state = {**self._base_seed.state(is_running), **self.order.state(is_running)}
-        return state if self._streams is None else state | self._streams.state(is_running)
+        return state if self._rng_states is None else state | self._rng_states.state(is_running)
 
     def left(self) -> State:
         """Nothing: an order is drawn again, and samples are fetched when they are due."""
@@ -258,8 +258,8 @@ class MappedFeed:
         """Draw the next epoch from that."""
         self._base_seed.load_state(state)
         self.order.load_state(state)
-        if self._streams is not None:
-            self._streams.load_state(state)
+        if self._rng_states is not None:
+            self._rng_states.load_state(state)
 
 
 def measure_rows(batch: object, share: RankBatch) -> RankBatch:

@@ -7,7 +7,7 @@ moved. With several workers each reads what the dataset gives it (a dataset that
 data, as in plain torch), rounds come from them in turn, and each worker's last one may be short.
 
 All ranks must see the same stream: shuffle it by `set_epoch`, by a `torch.Generator` that the dataset holds (its state
-is synchronised and saved), or in workers, whose random streams are the same on all ranks.
+is synchronised and saved), or in workers, whose RNG states are the same on all ranks.
 
 A dataset that is sharded itself, such as Hugging Face's `datasets.IterableDataset` with at least as many shards as ranks,
 is read the same way, as if this rank were alone. Ranks may then hold different amounts of data, and agree on each round:

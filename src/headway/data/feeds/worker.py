@@ -1,7 +1,7 @@
 """Worker processes, and the torch loader that starts them: the random numbers they draw, the signals they leave to their rank.
 
 Each sample's random numbers are seeded by its position in the epoch's order. Nothing wraps the dataset or the user's
-worker_init_fn: the indices themselves, once they have travelled to a worker, seed its torch, Python and NumPy streams as the
+worker_init_fn: the indices themselves, once they have travelled to a worker, seed its torch, Python and NumPy generators as the
 dataset goes through them. So an augmentation depends on (seed, epoch, position) alone, not on how many workers or ranks there
 are, or where a run was resumed. It costs about 10 us a sample. A dataset that fetches a whole batch at once (`__getitems__`)
 is seeded once a batch, by the position of its first sample; so is one that is known to draw nothing.
@@ -11,9 +11,9 @@ before that has saved. So in a run that listens for signals, a worker that one r
 and then goes on: the rank saves and ends, and its workers with it. Where the rank has heard nothing the signal was meant for
 the worker, as when torch ends one that does not come back; so it is at the second signal.
 
-One process alone reads with torch's own seeding, and carries its workers' streams along with their batches to resume
+One process alone reads with torch's own seeding, and carries its workers' generators along with their batches to resume
 there: worker i begins at the loader's base seed + i, and what a sample draws depends on all that its worker has drawn
-before. Each batch therefore brings the state that its worker's streams had after it, where they have moved (17 kB, 0.1 ms
+before. Each batch therefore brings the state that its worker's generators had after it, where they have moved (17 kB, 0.1 ms
 in the worker). A pass that is resumed after n batches sends the last states along with the first indices: batch k comes
 from worker k mod W, so the new worker j goes on where the worker of batch n + j was.
 """
@@ -36,8 +36,8 @@ from headway.runtime.seed import mix
 from headway.runtime.signals import listened_for, tell
 
 
-def seed_streams(seed: int) -> None:
-    """Seed this worker's torch, Python and NumPy streams."""
+def seed_generators(seed: int) -> None:
+    """Seed this worker's torch, Python and NumPy generators."""
     # Not torch.manual_seed, which would seed every device's generator too.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -45,7 +45,7 @@ def seed_streams(seed: int) -> None:
 
 
 class SeededIndices(list[Any]):
-    """A batch of indices on its way to a worker; there, going through them seeds the streams for each.
+    """A batch of indices on its way to a worker; there, going through them seeds the generators for each.
 
     Args:
         indices: of the batch.
@@ -58,17 +58,17 @@ class SeededIndices(list[Any]):
         self.stream, self.position = stream, position
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A slice is a plain list: iterating here would seed the parent's streams.
+        # A slice is a plain list: iterating here would seed the parent's generators.
         return _arrive, (self[:], self.stream, self.position)
 
     def __iter__(self) -> Iterator[Any]:
         for offset in range(len(self)):
-            seed_streams(mix(self.stream, self.position + offset))
+            seed_generators(mix(self.stream, self.position + offset))
             yield self[offset]
 
 
 class Seeded:
-    """A single index, or a batch of them, on its way to a worker; it seeds the streams once and arrives as it was.
+    """A single index, or a batch of them, on its way to a worker; it seeds the generators once and arrives as it was.
 
     Args:
         index: whatever the dataset is asked for.
@@ -94,12 +94,12 @@ def is_read_one_by_one(dataset: object) -> bool:
 
 
 def _arrive(indices: list[Any], stream: int, position: int) -> SeededIndices:
-    seed_streams(mix(stream, position))
+    seed_generators(mix(stream, position))
     return SeededIndices(indices, stream, position)
 
 
 def _arrive_alone(index: object, seed: int) -> Any:
-    seed_streams(seed)
+    seed_generators(seed)
     return index
 
 
@@ -146,46 +146,46 @@ class WorkerBatch(NamedTuple):
 
     Attributes:
         batch: as the user's collate function made it.
-        streams: of the worker after it; None: as after its last one.
+        rng_states: of the worker after it; None: as after its last one.
     """
 
     batch: Any
-    streams: str | None
+    rng_states: str | None
 
 
 class WorkerStateCollate:
-    """The user's collate function in a worker, with the worker's random streams beside what it returns."""
+    """The user's collate function in a worker, with the worker's RNG states beside what it returns."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
         self._last: str | None = None
 
     def __call__(self, samples: object) -> WorkerBatch:
-        """Collate, then look at the streams."""
+        """Collate, then look at the generators."""
         batch = self.collate_fn(samples)
-        streams = read_text()
-        moved = None if streams == self._last else streams
-        self._last = streams
+        rng_states = read_text()
+        moved = None if rng_states == self._last else rng_states
+        self._last = rng_states
         return WorkerBatch(batch, moved)
 
 
 class ResumedIndices:
-    """Indices on their way to a worker whose streams are to go on from somewhere; they arrive as they were.
+    """Indices on their way to a worker whose generators are to go on from somewhere; they arrive as they were.
 
     Args:
         index: whatever the dataset is asked for.
-        streams: as `read_text` read them.
+        rng_states: as `read_text` read them.
     """
 
-    def __init__(self, index: Any, streams: str) -> None:
-        self.index, self.streams = index, streams
+    def __init__(self, index: Any, rng_states: str) -> None:
+        self.index, self.rng_states = index, rng_states
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrive_resumed, (self.index, self.streams)
+        return _arrive_resumed, (self.index, self.rng_states)
 
 
 class WorkerRNGStates:
-    """Where the streams of a pass's workers are, as of the batch last yielded.
+    """Where the generators of a pass's workers are, as of the batch last yielded.
 
     Workers go by the numbers that they would have in a pass that was never interrupted.
 
@@ -196,13 +196,13 @@ class WorkerRNGStates:
 
     def __init__(self, num_workers: int, is_persistent: bool) -> None:
         self._is_persistent = is_persistent
-        self._streams: list[str | None] = [None] * num_workers
+        self._rng_states: list[str | None] = [None] * num_workers
         self._num_batches = 0
         self._are_sent = False
         self._loaded: tuple[list[str | None], int] | None = None
 
     def begin(self, is_seeking: bool) -> int:
-        """A pass begins; with `is_seeking` where the loaded streams were.
+        """A pass begins; with `is_seeking` where the loaded generators were.
 
         Returns:
             Batches to read again before it: where not every worker had one, it is begun at its start.
@@ -210,45 +210,45 @@ class WorkerRNGStates:
         loaded, self._loaded = self._loaded, None
         self._num_batches = 0
         if not self._is_persistent:
-            self._are_sent, self._streams = False, [None] * len(self._streams)
+            self._are_sent, self._rng_states = False, [None] * len(self._rng_states)
         if loaded is None or not (is_seeking or self._is_persistent):
             return 0
-        streams, num_batches = loaded
-        if is_seeking and None in streams:
+        rng_states, num_batches = loaded
+        if is_seeking and None in rng_states:
             return num_batches
-        self._streams, self._are_sent = streams, True
+        self._rng_states, self._are_sent = rng_states, True
         self._num_batches = num_batches if is_seeking else 0
         return 0
 
     def to_send(self) -> list[str | None]:
-        """For the first batches of the pass, the streams that their workers begin with; None: their own."""
+        """For the first batches of the pass, the generators that their workers begin with; None: their own."""
         if not self._are_sent:
             return []
-        count = len(self._streams)
-        return [self._streams[(self._num_batches + number) % count] for number in range(count)]
+        count = len(self._rng_states)
+        return [self._rng_states[(self._num_batches + number) % count] for number in range(count)]
 
     def note(self, carried: WorkerBatch) -> Any:
         """A batch has come; returns it bare."""
-        if carried.streams is not None:
-            self._streams[self._num_batches % len(self._streams)] = carried.streams
+        if carried.rng_states is not None:
+            self._rng_states[self._num_batches % len(self._rng_states)] = carried.rng_states
         self._num_batches += 1
         return carried.batch
 
     def state(self, is_running: bool) -> State:
-        """The workers' streams and the batches so far; between two passes only of persistent ones."""
+        """The workers' generators and the batches so far; between two passes only of persistent ones."""
         if not (is_running or self._is_persistent):
             return {}
-        return {"workers": {"streams": list(self._streams), "num_batches": self._num_batches}}
+        return {"workers": {"streams": list(self._rng_states), "num_batches": self._num_batches}}
 
     def load_state(self, state: State) -> None:
         """Go on from them, where as many workers read."""
         told = state.get("workers", {"streams": (), "num_batches": 0})
-        fits = len(told["streams"]) == len(self._streams)
+        fits = len(told["streams"]) == len(self._rng_states)
         self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
 
 
-def _arrive_resumed(index: object, streams: str) -> Any:
-    write_text(streams)
+def _arrive_resumed(index: object, rng_states: str) -> Any:
+    write_text(rng_states)
     return index
 
 
@@ -260,7 +260,7 @@ _SETTINGS = [
 def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
     """A loader with all of `loader`'s settings but its source of indices, and with `changes`.
 
-    It draws its workers' base seed from a generator of its own, so that iterating leaves torch's global stream alone;
+    It draws its workers' base seed from a generator of its own, so that iterating leaves torch's global generator alone;
     seed `generator` before each pass. Where this process listens for signals, the workers leave them to it.
 
     Args:

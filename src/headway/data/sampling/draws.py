@@ -12,12 +12,12 @@ from headway.data.sampling.rng import decode, encode, pack_seeded, read_text
 from headway.runtime import seed
 
 
-class LoaderStream:
+class LoaderGenerator:
     """The stream that the loaders of one run draw from.
 
     On one process it is torch's global one, as in plain torch. On several ranks it is a copy of that, made when the first
     pass begins: what training draws on a rank (e.g. dropout on a CPU) depends on the number of ranks, and must not decide
-    which samples come after a resume on another number. Each draw moves the process's own stream on as well, so that what
+    which samples come after a resume on another number. Each draw moves the process's own generator on as well, so that what
     training draws (noise, dropout) is what it would be after a plain loader's draws.
 
     Args:
@@ -49,7 +49,7 @@ class LoaderStream:
         return encode(self._generator.get_state())
 
     def for_sampler(self) -> str:
-        """All global streams as a sampler of the user's is to see them, as text."""
+        """All global generators as a sampler of the user's is to see them, as text."""
         if self._generator is torch.default_generator:
             return read_text()
         text = pack_seeded(self._generator.get_state())
@@ -58,7 +58,7 @@ class LoaderStream:
 
     @property
     def is_global(self) -> bool:
-        """Do loaders draw from this process's global stream, between training's own draws?"""
+        """Do loaders draw from this process's global generator, between training's own draws?"""
         return self._own is None and not self._is_private
 
     def state(self) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ class BaseSeed:
         stream: what is drawn from where the loader has no generator.
     """
 
-    def __init__(self, loader: DataLoader[object], is_seedable: bool, stream: LoaderStream) -> None:
+    def __init__(self, loader: DataLoader[object], is_seedable: bool, stream: LoaderGenerator) -> None:
         self._generator: torch.Generator | None = loader.generator
         self._stream = stream
         self._is_due = not is_seedable or loader.generator is not None

@@ -3,7 +3,7 @@
 By default torch's plain shuffling is a `DrawnOrder`: at the start of a pass the number is drawn that torch's sampler would
 draw, and the order is a pure function of it, so that any position can be sought. A seedable order and sequential reading
 are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept as the user gave it (`SamplerOrder`): it
-draws from its own generators or, where it has none, from global random streams, whose state at the epoch's start is kept.
+draws from its own generators or, where it has none, from the global ones, whose state at the epoch's start is kept.
 
 What loaders do where several ways are right is a choice that is handed in: `LoadingRules`.
 """
@@ -20,12 +20,12 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
 from headway.data.loader import PreparedLoader
-from headway.data.sampling.draws import LoaderStream
-from headway.data.sampling.rng import Agree, GlobalStreams, OwnGenerators
+from headway.data.sampling.draws import LoaderGenerator
+from headway.data.sampling.rng import Agree, GlobalGenerators, OwnGenerators
 from headway.runtime.seed import mix
 
 _CHUNK = 64
-"""Items taken from a sampler at a time: swapping all global streams costs about 0.1 ms."""
+"""Items taken from a sampler at a time: swapping all global generators costs about 0.1 ms."""
 
 
 class SampleOrder(Protocol):
@@ -115,7 +115,7 @@ class DrawnOrder:
         agree: turns this rank's number into that of rank 0; None: this process draws alone.
     """
 
-    def __init__(self, items: Sized, stream: LoaderStream, agree: Agree | None) -> None:
+    def __init__(self, items: Sized, stream: LoaderGenerator, agree: Agree | None) -> None:
         self.items, self._stream, self._agree = items, stream, agree
         self._drawn: int | None = None
         self._opened: int | None = None
@@ -157,7 +157,7 @@ class SamplerOrder:
 
     Args:
         sampler: anything that yields indices, or lists of them.
-        seed: of the global streams as a seedable sampler sees them.
+        seed: of the global generators as a seedable sampler sees them.
         is_seedable: seed those by (seed, epoch); False: let them begin where `stream` is, as a plain loader does.
         stream: what the run's loaders draw from.
         agree: turns this rank's state into that of rank 0; None: this process draws alone.
@@ -169,7 +169,7 @@ class SamplerOrder:
         sampler: Iterable[Any],
         seed: int,
         is_seedable: bool,
-        stream: LoaderStream,
+        stream: LoaderGenerator,
         agree: Agree | None,
         is_synchronised: bool,
     ) -> None:
@@ -184,7 +184,7 @@ class SamplerOrder:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def reseed(self, seed: int) -> None:
-        """Let the sampler see streams of this seed from the next epoch on, where it sees seeded ones."""
+        """Let the sampler see generators of this seed from the next epoch on, where it sees seeded ones."""
         self.seed = seed
 
     def open(self) -> None:
@@ -194,38 +194,38 @@ class SamplerOrder:
         """Begin the epoch's draw; its items come as they are asked for."""
         self._own.begin()
         if not self._continues_global:
-            return self._items(GlobalStreams.seeded(mix(self.seed, epoch)))
+            return self._items(GlobalGenerators.seeded(mix(self.seed, epoch)))
         text, self._loaded_global = self._loaded_global, None
         draws_here = text is None and self._stream.is_global
         text = self._stream.for_sampler() if text is None else text
         self._global = text if self._agree is None else self._agree(text)
         if draws_here and self._global == text:
             return self._own_draw()
-        return self._items(GlobalStreams.of(self._global))
+        return self._items(GlobalGenerators.of(self._global))
 
     def _own_draw(self) -> Iterator[Any]:
-        """As plain torch would: what the sampler draws for its first item, it draws from this process's streams.
+        """As plain torch would: what the sampler draws for its first item, it draws from this process's generators.
 
-        Most samplers draw all they need then. Of what one draws later a copy of the streams is used, because between
+        Most samplers draw all they need then. Of what one draws later a copy of the generators is used, because between
         training's own draws it could not be drawn again after a resume.
         """
         iterator = iter(self.sampler)
         first = list(islice(iterator, 1))
-        streams = GlobalStreams.here()  # before training draws
+        rng_states = GlobalGenerators.here()  # before training draws
         yield from first
-        yield from self._chunks(iterator, streams, len(first))
+        yield from self._chunks(iterator, rng_states, len(first))
 
-    def _items(self, streams: GlobalStreams) -> Iterator[Any]:
-        with streams:
+    def _items(self, rng_states: GlobalGenerators) -> Iterator[Any]:
+        with rng_states:
             iterator = iter(self.sampler)
-        yield from self._chunks(iterator, streams)
+        yield from self._chunks(iterator, rng_states)
 
-    def _chunks(self, iterator: Iterator[Any], streams: GlobalStreams, num_taken: int = 0) -> Iterator[Any]:
+    def _chunks(self, iterator: Iterator[Any], rng_states: GlobalGenerators, num_taken: int = 0) -> Iterator[Any]:
         # A sampler that is asked for more than it has may draw once more, which an epoch that is left must not.
         left = max(0, _length(self.sampler) - num_taken)
         while True:
             wanted = min(_CHUNK, left or 1)
-            with streams:
+            with rng_states:
                 chunk = list(islice(iterator, wanted))
             yield from chunk
             if len(chunk) < wanted:
@@ -264,7 +264,7 @@ class RandomSource:
 
     config: DataLoaderConfiguration
     seed: int
-    stream: LoaderStream
+    stream: LoaderGenerator
     agree: Agree | None
     is_synchronised: bool
 
@@ -274,8 +274,8 @@ class LoadingRules:
 
     Attributes:
         reads_ahead: fetch a map-style batch before the one in hand is trained on, where the process itself fetches it: what
-            collating draws from the global streams then comes before what training draws.
-        leaves_workers: workers draw from the streams that torch gives them, on several ranks too; False: there from functions
+            collating draws from the global generators then comes before what training draws.
+        leaves_workers: workers draw from the generators that torch gives them, on several ranks too; False: there from functions
             of a sample's place in the epoch, so that a resumed epoch is the same on any number of ranks.
         opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
         parts_streams: where several ranks read the same part of the data, loaders draw from a stream of their own.
@@ -301,7 +301,7 @@ class LoadingRules:
         return PreparedLoader(*parts)
 
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
-        """Do loaders leave the run's stream alone, and are workers' streams functions of the seed and the epoch?"""
+        """Do loaders leave the run's stream alone, and are workers' generators functions of the seed and the epoch?"""
         return config.is_seedable
 
     def spreads(self, config: DataLoaderConfiguration, is_stream: bool) -> bool:

@@ -1,9 +1,9 @@
-"""Random streams that decide an order: a sampler's or stream's own generators, and the global ones as it sees them.
+"""Generators that decide an order: a sampler's or an iterable dataset's own, and the global ones as it sees them.
 
-A dataset that is read in this process sees the global streams apart from what training draws. One that draws (noise, a
+A dataset that is read in this process sees the global generators apart from what training draws. One that draws (noise, a
 shuffle buffer) cannot be sought: a resume reads it again from its start, and it must draw what it drew then, while
 training goes on with the numbers of the moment. So from its first draw in a pass on, each of torch's, Python's and
-NumPy's streams that the dataset draws from has two lines::
+NumPy's generators that the dataset draws from has two lines::
 
     the stream ... | before the first drawing fetch = kept, for a resume
                    +-- the dataset's line goes on from here: the numbers are those of a plain loop
@@ -82,24 +82,24 @@ class OwnGenerators:
             generator.set_state(decode(text))
 
 
-class GlobalStreams:
-    """torch's, Python's and NumPy's global random streams as a sampler sees them: swapped in for a block."""
+class GlobalGenerators:
+    """torch's, Python's and NumPy's global generators as a sampler sees them: swapped in for a block."""
 
     def __init__(self, states: "_States") -> None:
         self._states, self._outside = states, states
 
     @classmethod
-    def seeded(cls, seed: int) -> "GlobalStreams":
+    def seeded(cls, seed: int) -> "GlobalGenerators":
         """Streams that begin at `seed`."""
         return cls(_around(torch.Generator().manual_seed(seed).get_state()))
 
     @classmethod
-    def of(cls, text: str) -> "GlobalStreams":
+    def of(cls, text: str) -> "GlobalGenerators":
         """Streams that begin where `read_text` read them."""
         return cls(_unpack(text))
 
     @classmethod
-    def here(cls) -> "GlobalStreams":
+    def here(cls) -> "GlobalGenerators":
         """Streams that begin where this process's are now."""
         return cls(_read_global())
 
@@ -118,22 +118,22 @@ class GlobalStreams:
 
 
 def read_text() -> str:
-    """This process's global streams as text, fit for JSON (about 14 kB); takes 75 us."""
+    """This process's global generators as text, fit for JSON (about 14 kB); takes 75 us."""
     return _pack(_read_global())
 
 
 def pack_seeded(state: torch.Tensor) -> str:
-    """The same of streams that begin at this state of torch's, the other two seeded from it."""
+    """The same of generators that begin at this state of torch's, the other two seeded from it."""
     return _pack(_around(state))
 
 
 def write_text(text: str) -> None:
-    """Let this process's global streams go on from what `read_text` returned."""
+    """Let this process's global generators go on from what `read_text` returned."""
     _write_global(_unpack(text))
 
 
-def is_streams_text(text: str) -> bool:
-    """Could the global streams go on from this? It is tried on streams that nobody uses."""
+def is_rng_states_text(text: str) -> bool:
+    """Could the global generators go on from this? It is tried on generators that nobody uses."""
     try:
         state, python, (_, keys, position, has_gauss, _) = _unpack(text)
         torch.Generator().set_state(state)
@@ -162,26 +162,26 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
 
 
 def text_of(state: object, place: int) -> str:
-    """The state of one of the three streams, as torch, `random` and NumPy give it, as text."""
-    states: list[Any] = list(GlobalStreams.seeded(0).states)
+    """The state of one of the three generators, as torch, `random` and NumPy give it, as text."""
+    states: list[Any] = list(GlobalGenerators.seeded(0).states)
     states[place] = state
     return _pack((states[0], states[1], states[2])).split(" ")[place]
 
 
 def state_from(text: str, place: int) -> Any:
     """The state that `text_of` wrote."""
-    return _unpack(among_streams(text, place))[place]
+    return _unpack(among_rng_states(text, place))[place]
 
 
-def among_streams(text: str, place: int) -> str:
+def among_rng_states(text: str, place: int) -> str:
     """What `text_of` wrote, as a part of what `read_text` writes; the other two are of no account."""
-    parts = _pack(GlobalStreams.seeded(0).states).split(" ")
+    parts = _pack(GlobalGenerators.seeded(0).states).split(" ")
     parts[place] = text
     return " ".join(parts)
 
 
 def _around(state: torch.Tensor) -> "_States":
-    """A state of torch's, and of Python's and NumPy's streams seeded from it."""
+    """A state of torch's, and of Python's and NumPy's generators seeded from it."""
     seed = zlib.crc32(state.numpy().tobytes())
     return state, random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
 
@@ -290,13 +290,13 @@ class DatasetRNGStates:
         self._loaded: dict[int, tuple[int, str]] = {}
 
     def end(self) -> None:
-        """The pass is over: the dataset's lines are the streams again. Nothing where that was done, or it has not drawn."""
+        """The pass is over: the dataset's lines are the generators again. Nothing where that was done, or it has not drawn."""
         for place, state in self._dataset.items():
             _WRITE[place](state)
         self._dataset, self._starts = {}, {}
 
     def begin(self) -> None:
-        """A pass begins: with the lines that were loaded, or where the streams are."""
+        """A pass begins: with the lines that were loaded, or where the generators are."""
         self.end()
         self._num_fetched = 0
         self._starts, self._loaded = self._loaded, {}
@@ -329,7 +329,7 @@ class DatasetRNGStates:
         return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
 
     def left(self) -> State:
-        """Of a pass that was left: where the dataset's lines are, which are the streams again when the next one begins."""
+        """Of a pass that was left: where the dataset's lines are, which are the generators again when the next one begins."""
         ends = [[place, -1, text_of(state, place)] for place, state in sorted(self._dataset.items())]
         return {"lines": ends} if ends else {}
 
@@ -357,4 +357,4 @@ def _is_same(one: Any, other: Any) -> bool:
 def _derived(state: Any, place: int) -> Any:
     """A stream that has nothing in common with the one in that state, and is known by it."""
     digest = hashlib.blake2b(text_of(state, place).encode(), digest_size=8, person=b"training").digest()
-    return GlobalStreams.seeded(int.from_bytes(digest, "little") >> 1).states[place]
+    return GlobalGenerators.seeded(int.from_bytes(digest, "little") >> 1).states[place]

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from headway.common.callsite import users_line
-from headway.errors import HeadwayError, SkeletonError, UnsupportedError
+from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.tensors import without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
-from headway.offload.placement.skeleton import init_empty_weights
+from headway.offload.placement.meta_model import init_empty_weights
 
 Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
 """Spreads a model without values over ranks, for as long as its block lasts."""
@@ -67,7 +67,7 @@ def trace(
         with init_empty_weights():
             model = make()
     except (
-        SkeletonError
+        MetaModelError
     ):  # a buffer that is computed from parameters, as by spectral norm: here it needs no values either
         with init_empty_weights(include_buffers=True):
             model = make()

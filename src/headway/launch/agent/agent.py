@@ -79,13 +79,13 @@ class Agent(LocalElasticAgent):
         if order.num_machines > 1:
             address = own_address(rendezvous.host_of(order)) or ""
             self._peers = PeerMachines(
-                order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit
+                order.machine_rank, address, order.machine_timeout, self._lost_a_machine, order.unit
             )
         self._seal = seal
         self._exchange = AgentChannel(
             order.machine_rank, order.num_machines, rendezvous.host_of(order), seal, order.unit
         )
-        self._watch = HangWatch(rendezvous.patience(), _say, self._peers)
+        self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
         self.exit_code: int | None = None

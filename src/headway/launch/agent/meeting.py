@@ -28,7 +28,7 @@ class RendezvousWait:
     Args:
         say: prints a line.
         seconds: until it is given up; infinite: never.
-        setting: what says so, "--patience".
+        setting: what says so, "--timeout".
         is_quiet: say nothing: another process on the same screen does.
     """
 

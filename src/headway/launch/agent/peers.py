@@ -2,7 +2,7 @@
 
 The agent of machine 0 listens on a free port, which the others learn when they meet. Each keeps one connection to it and sends
 one line a beat; machine 0 answers, and passes on whom it has lost. So a cut link, a stopped machine and a dead one are noticed
-within `patience`, where an engine's own timeouts take minutes, and both sides of a cut end by themselves. It speaks TCP of its
+within `timeout`, where an engine's own timeouts take minutes, and both sides of a cut end by themselves. It speaks TCP of its
 own, as a call to a store whose machine is cut off may never return.
 
 Each side of a connection begins with a word drawn for it. Every line after that proves the run, the two words, the side that says
@@ -196,7 +196,7 @@ class PeerMachines:
     Args:
         machine: this machine's number; 0 is the hub.
         address: how the others reach it.
-        patience: seconds without a sign of life after which a machine counts as lost.
+        timeout: seconds without a sign of life after which a machine counts as lost.
         on_loss: called once an attempt, on a thread, when `lost` has been set.
         unit: what one of these is called: "machine", or "task" where each process has a launcher.
 
@@ -207,10 +207,10 @@ class PeerMachines:
     """
 
     def __init__(
-        self, machine: int, address: str, patience: float, on_loss: Callable[[], None], unit: str = "machine"
+        self, machine: int, address: str, timeout: float, on_loss: Callable[[], None], unit: str = "machine"
     ) -> None:
         self._me = PeerMachine(machine, unit, socket.gethostname(), address)
-        self._patience = patience
+        self._timeout = timeout
         self._on_loss = on_loss
         self._lines: dict[int, _PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
@@ -384,7 +384,7 @@ class PeerMachines:
     def _judge(self, now: float) -> None:
         for line in list(self._lines.values()):
             silence = now - line.peer.heard
-            if silence > self._patience and not line.peer.is_leaving and line.peer.machine >= 0:
+            if silence > self._timeout and not line.peer.is_leaving and line.peer.machine >= 0:
                 line.peer.is_leaving = True  # what it still says, or its end, changes nothing
                 text = _silence(line.peer, now)
                 line.send(given_up=text)

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from headway.common import env
 from headway.common.sealing import Seal
-from headway.config.launch import DEFAULT_PATIENCE
+from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import run_setting
 from headway.errors import LaunchError
 from headway.launch.agent import meeting
@@ -187,7 +187,7 @@ class _SealedBackend(C10dRendezvousBackend):
 
 def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> meeting.RendezvousWait:
     """A wait for the order's other machines. Of a cluster's tasks, which share a screen, two speak: one on each side."""
-    setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--patience"
+    setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--timeout"
     return meeting.RendezvousWait(
         say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
     )
@@ -222,15 +222,15 @@ def _finite(seconds: float) -> float:
     return min(seconds, _FOR_EVER)
 
 
-def patience() -> float:
+def timeout() -> float:
     """Seconds that a rank may be missing from a collective; 0: for ever."""
-    seconds, _ = run_setting("patience", None, DEFAULT_PATIENCE)
+    seconds, _ = run_setting("timeout", None, DEFAULT_TIMEOUT)
     return float(seconds)
 
 
 def time_to_meet(order: AgentOrder) -> float:
-    """Seconds that machines get to come in: as --rdzv_conf says, else the patience; infinite where that is 0."""
-    return float(order.conf.get("timeout", 0)) or patience() or math.inf
+    """Seconds that machines get to come in: as --rdzv_conf says, else the timeout; infinite where that is 0."""
+    return float(order.conf.get("timeout", 0)) or timeout() or math.inf
 
 
 def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:

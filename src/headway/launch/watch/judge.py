@@ -2,7 +2,7 @@
 
 A pure function of a table. A rank waits when it has entered a collective (by Headway's ledger or torch's flight
 recorder) and not left it, or stands in torch.distributed's own code. Where somebody has waited for longer than the
-patience, those who do not wait are missing. Ages are in seconds, so that tables of several machines fit together.
+timeout, those who do not wait are missing. Ages are in seconds, so that tables of several machines fit together.
 """
 
 import math
@@ -21,57 +21,57 @@ class HangDiagnosis:
     """A hang.
 
     Attributes:
-        patience: what was waited, in seconds.
+        timeout: what was waited, in seconds.
         waiting: the ranks that wait, longest first.
         missing: the ranks that do not come; empty where every rank waits.
         world_size: all ranks.
     """
 
-    patience: float
+    timeout: float
     waiting: tuple[RankView, ...]
     missing: tuple[RankView, ...]
     world_size: int
     notes: tuple[str, ...] = field(default=())
 
 
-def judge(views: Sequence[RankView], patience: float, world_size: int | None = None) -> HangDiagnosis | None:
+def judge(views: Sequence[RankView], timeout: float, world_size: int | None = None) -> HangDiagnosis | None:
     """Does the run hang, and for whom?
 
     Args:
         views: what is known about each rank.
-        patience: seconds that a rank may be missing from a collective; 0: for ever. To it comes the longest lenience that a
+        timeout: seconds that a rank may be missing from a collective; 0: for ever. To it comes the longest lenience that a
             rank asks for.
         world_size: all ranks, where `views` are not all of them.
 
     Returns:
         None where nothing hangs, or where a rank has failed and that is the thing to report.
     """
-    if patience <= 0 or any(view.exit_code for view in views):
+    if timeout <= 0 or any(view.exit_code for view in views):
         return None
     lenience = max((view.lenience for view in views if not view.has_ended), default=0.0)
-    patience += lenience
+    timeout += lenience
     present = [view for view in views if view.wait is not None and not view.has_ended and not view.is_mute]
     waiting = sorted(present, key=_age, reverse=True)
-    if not waiting or _age(waiting[0]) <= patience:
+    if not waiting or _age(waiting[0]) <= timeout:
         return None
     total = world_size or len(views)
     first = waiting[0].wait
     assert first is not None
     absent = [view for view in views if view not in present and not _has_passed(view, first)]
     members = [view for view in absent if first.members is None or view.rank in first.members]
-    missing = [view for view in members or absent if min(_age(waiting[0]), view.excused_age) > patience]
+    missing = [view for view in members or absent if min(_age(waiting[0]), view.excused_age) > timeout]
     if missing:
-        return HangDiagnosis(patience, tuple(waiting), tuple(missing), total, _lenience_note(lenience))
-    if len(waiting) == len(views) and min(min(_age(view), view.excused_age) for view in views) > patience:
-        return HangDiagnosis(patience, tuple(waiting), (), total, _lenience_note(lenience))
+        return HangDiagnosis(timeout, tuple(waiting), tuple(missing), total, _lenience_note(lenience))
+    if len(waiting) == len(views) and min(min(_age(view), view.excused_age) for view in views) > timeout:
+        return HangDiagnosis(timeout, tuple(waiting), (), total, _lenience_note(lenience))
     return None
 
 
-def excuse(view: RankView, patience: float) -> str:
+def excuse(view: RankView, timeout: float) -> str:
     """Why the others must wait for this rank without complaint; "" where there is no reason."""
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
-    return "it writes a file" if is_writing(view) and view.writing_age < patience else ""
+    return "it writes a file" if is_writing(view) and view.writing_age < timeout else ""
 
 
 def is_writing(view: RankView) -> bool:
@@ -86,23 +86,23 @@ def is_stuck_writing(view: RankView, seconds: float) -> bool:
     return is_still and is_writing(view) and stacks.is_in_saver(view.frames)
 
 
-def lingering(views: Sequence[RankView], patience: float, world_size: int) -> HangDiagnosis | None:
+def lingering(views: Sequence[RankView], timeout: float, world_size: int) -> HangDiagnosis | None:
     """All scripts are over; does a process that does nothing any more keep the run from ending?
 
     A thread that still uploads something is at work and may take its time; one that waits for ever is idle.
 
     Args:
         views: what is known about each rank.
-        patience: seconds that a process may be idle after its script; 0: for ever.
+        timeout: seconds that a process may be idle after its script; 0: for ever.
         world_size: all ranks.
     """
-    if patience <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
+    if timeout <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
         return None
     left = tuple(
-        view for view in views if view.exit_code is None and view.phase_age > patience and view.idle_age > patience
+        view for view in views if view.exit_code is None and view.phase_age > timeout and view.idle_age > timeout
     )
     return (
-        HangDiagnosis(patience, (), left, world_size)
+        HangDiagnosis(timeout, (), left, world_size)
         if left and all(view.idle_age < math.inf for view in left)
         else None
     )
@@ -134,7 +134,7 @@ def _lenience_note(lenience: float) -> tuple[str, ...]:
     if not lenience:
         return ()
     return (
-        f"  {_span(lenience)} of this patience were added because a rank ran out of memory in a batch-size search, and others may "
+        f"  {_span(lenience)} of this timeout were added because a rank ran out of memory in a batch-size search, and others may "
         "wait in a collective that ends with the process group's timeout",
     )
 
@@ -156,23 +156,23 @@ def _has_passed(view: RankView, call: CollectiveCall) -> bool:
 def headline(verdict: HangDiagnosis) -> str:
     """The hang in one line."""
     waiting, missing = verdict.waiting, verdict.missing
-    patience = f"patience {_span(verdict.patience)}"
+    timeout = f"timeout {_span(verdict.timeout)}"
     if not waiting:
         verb, longest = "has" if len(missing) == 1 else "have", _span(max(view.phase_age for view in missing))
         return (
             f"this run does not end: {_ranks(missing)} of {verdict.world_size} {verb} come to the end of the script, but not ended "
-            f"for {longest} ({patience})"
+            f"for {longest} ({timeout})"
         )
     longest = _span(_age(waiting[0]))
     if not missing:
-        return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({patience}), {_for_what(waiting)}"
+        return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({timeout}), {_for_what(waiting)}"
     who = _ranks(missing)
     verb = "is" if len(missing) == 1 else "are"
     others = _ranks(waiting)
     has = "has" if len(waiting) == 1 else "have"
     return (
         f"this run hangs: {who} of {verdict.world_size} {verb} missing from {_operations(waiting)}, "
-        f"where {others} {has} waited for {longest} ({patience})"
+        f"where {others} {has} waited for {longest} ({timeout})"
     )
 
 
@@ -233,7 +233,7 @@ def _about_lingering(view: RankView) -> list[str]:
         lines.append(f"      {own[0].source}")
     return [
         *lines,
-        "      let threads end when the script does (daemon=True), and exit functions return; --patience 0 waits for ever",
+        "      let threads end when the script does (daemon=True), and exit functions return; --timeout 0 waits for ever",
     ]
 
 
@@ -261,7 +261,7 @@ def _advice(view: RankView) -> str:
     if view.state == "?":
         return "start the run with `headway launch`, whose watch sees such a rank from outside"
     if view.is_stopped:
-        return f"continue it with `kill -CONT {view.pid}` before the patience is over, or find out who stops it"
+        return f"continue it with `kill -CONT {view.pid}` before the timeout is over, or find out who stops it"
     if view.is_mute:
         return f"`py-spy dump --native --pid PID` in the next run shows the C code; state {view.state or 'unknown'}"
     if is_stuck_writing(view, 1.0):
@@ -274,7 +274,7 @@ def _advice(view: RankView) -> str:
         return "look at the dataset: with num_workers=0 the stack ends in the line that blocks"
     if own and "sleep(" in own[0].source:
         return "it sleeps there; ranks must not wait for anything but each other"
-    return "if this is meant to take so long, raise --patience; otherwise let every rank reach the same collectives"
+    return "if this is meant to take so long, raise --timeout; otherwise let every rank reach the same collectives"
 
 
 def _span(seconds: float) -> str:
@@ -337,7 +337,7 @@ def encode(verdict: HangDiagnosis) -> dict[str, Any]:
         }
 
     return {
-        "patience": verdict.patience,
+        "timeout": verdict.timeout,
         "headline": headline(verdict),
         "missing": [one(view) for view in verdict.missing],
         "waiting": [one(view) for view in verdict.waiting],

@@ -5,7 +5,7 @@ before it speaks it asks the ranks for live stacks by a signal that works in C c
 
 The hang watch of a process that no agent of Headway's watches (torchrun, a cluster's tasks): ranks ask one another.
 
-Who has waited in a collective for longer than the patience asks over the control plane; every rank that still can posts
+Who has waited in a collective for longer than the timeout asks over the control plane; every rank that still can posts
 where it is, and the asker's verdict ends the run. A rank that does not answer is named as such: only the launcher's agent
 can look at it from outside.
 """
@@ -110,7 +110,7 @@ class HangWatch:
     """Watches the ranks of one attempt after the other.
 
     Args:
-        patience: seconds that a rank may be missing from a collective; 0: do not watch.
+        timeout: seconds that a rank may be missing from a collective; 0: do not watch.
         say: prints a line for the user.
         machines: the other machines; None on a single one.
 
@@ -118,8 +118,8 @@ class HangWatch:
         found: the hang, once there is one.
     """
 
-    def __init__(self, patience: float, say: Callable[[str], None], machines: Machines | None = None) -> None:
-        self._given = self._patience = patience
+    def __init__(self, timeout: float, say: Callable[[str], None], machines: Machines | None = None) -> None:
+        self._given = self._timeout = timeout
         self._say = say
         self._machines = machines
         self._workers: tuple[Worker, ...] = ()
@@ -133,7 +133,7 @@ class HangWatch:
         self.found = None
         self._said.clear()
         self._workers, self._world_size = tuple(workers), world_size
-        if self._thread is None and self._patience > 0:
+        if self._thread is None and self._timeout > 0:
             self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
             self._thread.start()
 
@@ -147,7 +147,7 @@ class HangWatch:
         self._workers = ()
 
     def _run(self) -> None:
-        interval = min(1.0, self._patience / 8)
+        interval = min(1.0, self._timeout / 8)
         while True:
             time.sleep(interval)
             if self.found is None:
@@ -164,17 +164,17 @@ class HangWatch:
                 return
             everywhere += [decode(content) for content in others]
         # A script that sets the timeout itself knows better than the command line.
-        self._patience = max((view.patience for view in everywhere if view.patience), default=self._given)
-        if self._world_size and judge.lingering(everywhere, self._patience, self._world_size) is not None:
+        self._timeout = max((view.timeout for view in everywhere if view.timeout), default=self._given)
+        if self._world_size and judge.lingering(everywhere, self._timeout, self._world_size) is not None:
             self._stop_lingering_ranks(workers, views, everywhere)
             return
-        if len(everywhere) < self._world_size or judge.judge(everywhere, self._patience) is None:
+        if len(everywhere) < self._world_size or judge.judge(everywhere, self._timeout) is None:
             self._report_missing_ranks(everywhere)
             return
         dumps = _dump_stacks(workers, views)
         # Judged again: who was only late has come meanwhile.
         views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
-        verdict = judge.judge([*views, *everywhere[len(workers) :]], self._patience)
+        verdict = judge.judge([*views, *everywhere[len(workers) :]], self._timeout)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
@@ -183,7 +183,7 @@ class HangWatch:
     ) -> None:
         dumps = _dump_stacks(workers, views, of_ended=True)
         verdict = judge.lingering(
-            [*_use_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
+            [*_use_any_stack(views, dumps), *everywhere[len(views) :]], self._timeout, self._world_size
         )
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
@@ -228,28 +228,28 @@ class HangWatch:
             writing_age=now - worker.written,
             idle_age=now - worker.active,
         )
-        reason = judge.excuse(view, self._patience)
+        reason = judge.excuse(view, self._timeout)
         if reason:
-            # A write excuses up to its last byte, not for another patience from there on.
+            # A write excuses up to its last byte, not for another timeout from there on.
             worker.excused = max(worker.excused, worker.written) if judge.is_writing(view) else now
         return replace(view, excused_age=now - worker.excused)
 
     def _report_missing_ranks(self, views: Sequence[RankView]) -> None:
         """Tell once that a rank in a debugger keeps the others waiting, or that a disk keeps a rank."""
         writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]
-        stuck = [view for view in writing if judge.is_stuck_writing(view, self._patience)]
+        stuck = [view for view in writing if judge.is_stuck_writing(view, self._timeout)]
         if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._said for view in stuck):
             self._said |= {(view.rank, _SILENT) for view in stuck}
             self._say(f"headway: {judge.silence(stuck)}")
-        if judge.judge([replace(view, excused_age=math.inf) for view in views], self._patience) is None:
+        if judge.judge([replace(view, excused_age=math.inf) for view in views], self._timeout) is None:
             return
         for view in views:
-            reason = judge.excuse(view, self._patience)
+            reason = judge.excuse(view, self._timeout)
             if "debugger" in reason and (view.rank, reason) not in self._said:
                 self._said.add((view.rank, reason))
                 self._say(
                     f"headway: rank {view.rank} keeps the others waiting at {judge.where(view)}: {reason}. The run goes on "
-                    "when it does; --patience 0 switches the hang watch off"
+                    "when it does; --timeout 0 switches the hang watch off"
                 )
 
 
@@ -345,12 +345,12 @@ class PeerWatch:
 
     Args:
         control: the way to the other ranks.
-        patience: seconds that a rank may be missing from a collective.
+        timeout: seconds that a rank may be missing from a collective.
     """
 
-    def __init__(self, control: Control, patience: float) -> None:
+    def __init__(self, control: Control, timeout: float) -> None:
         self._control = control
-        self._patience = patience
+        self._timeout = timeout
         self._round = 0
         self._excused = -math.inf
         self._over = threading.Event()
@@ -369,7 +369,7 @@ class PeerWatch:
             self._thread.join(_WAIT_FOR_ANSWERS + 2)
 
     def _run(self) -> None:
-        interval = min(2.0, max(0.2, self._patience / 8))
+        interval = min(2.0, max(0.2, self._timeout / 8))
         while not self._over.wait(interval):
             try:
                 self._check_ranks()
@@ -382,7 +382,7 @@ class PeerWatch:
         me = self._read_view()
         if self._control.has(f"{_ASKED}/{self._round}"):
             self._post_view(me)
-        elif me.wait is not None and (me.wait.age or 0.0) > self._patience:
+        elif me.wait is not None and (me.wait.age or 0.0) > self._timeout:
             asked = self._round
             self._control.set(f"{_ASKED}/{asked}", b"")
             self._post_view(me)
@@ -402,21 +402,21 @@ class PeerWatch:
             is_there = self._control.has(key)
             content = self._control.get(key, timedelta(seconds=5)) if is_there else b""
             views.append(decode(json.loads(content)) if is_there else RankView(rank, state="?"))
-        verdict = judge.judge(views, self._patience)
+        verdict = judge.judge(views, self._timeout)
         if verdict is not None and not self._over.is_set():
             self._control.abort(judge.text(verdict))
 
     def _read_view(self) -> RankView:
-        """Where this process is; a debugger excuses it for another patience."""
+        """Where this process is; a debugger excuses it for another timeout."""
         now = time.monotonic()
         view = view_of(self._control.rank, pulse.own().read(), now)
-        if judge.excuse(view, self._patience):
+        if judge.excuse(view, self._timeout):
             self._excused = now
         return replace(view, excused_age=now - self._excused)
 
 
 def _of_this_process() -> PeerWatch:
-    return PeerWatch(current(), process.current().patience.total_seconds())
+    return PeerWatch(current(), process.current().timeout.total_seconds())
 
 
 def start(runtime: process.ProcessRuntime) -> None:

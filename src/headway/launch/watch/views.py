@@ -219,7 +219,7 @@ class RankView:
         state: the kernel's letter for it: R, S, D, T (stopped), t (traced), Z; "" where unknown; "?" of a rank that does
             not answer.
         beat_age: since its last heartbeat; None where it has none (a program that is not Python).
-        patience: how long its program lets others be late; 0.0 where it has not said.
+        timeout: how long its program lets others be late; 0.0 where it has not said.
         lenience: how much later than that everybody may be for now, as it says.
         phase: "" for its program; "ended".
         phase_age: since it said so.
@@ -240,7 +240,7 @@ class RankView:
     exit_code: int | None = None
     state: str = ""
     beat_age: float | None = None
-    patience: float = 0.0
+    timeout: float = 0.0
     lenience: float = 0.0
     phase: str = ""
     update: int = 0
@@ -320,7 +320,7 @@ def view_of(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
         socket.gethostname(),
         reading.pid,
         beat_age=now - reading.beat if reading.beats else None,
-        patience=reading.patience,
+        timeout=reading.timeout,
         lenience=reading.lenience,
         phase=reading.phase,
         update=reading.update,

@@ -193,7 +193,7 @@ class FakeStageGroup(FakeCollectives):
         own = next(list(ranks) for ranks in groups if self.runtime.rank in ranks)
         if len(own) == 1:
             return FakeCollectives(self.runtime, is_alone=True)
-        group = part(own, self.runtime.patience + MARGIN) if len(own) < self.world_size else None
+        group = part(own, self.runtime.timeout + MARGIN) if len(own) < self.world_size else None
         return StageLink(self.runtime, group, self._told)
 
 

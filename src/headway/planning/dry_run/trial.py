@@ -25,7 +25,7 @@ from headway.forecasting.tracing.events import told_apart
 from headway.forecasting.tracing.fake import fill
 from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
-from headway.offload.placement.skeleton import init_empty_weights
+from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
 from headway.planning.dry_run.fake_group import AnswerNotReady, PeerAnswer, RealStaysReal, as_rank
 from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume

@@ -103,7 +103,7 @@ class Collectives:
         own: dist.ProcessGroup | None = None
         for ranks in groups:
             if len(ranks) > 1 and len(ranks) < len(world):  # all ranks make all groups, in this order
-                own = part(ranks, self.runtime.patience + MARGIN) or own
+                own = part(ranks, self.runtime.timeout + MARGIN) or own
         is_alone = any(list(ranks) == [self.runtime.rank] for ranks in groups)
         self._num_splits += 1
         return Collectives(self.runtime, own, is_alone=is_alone, place=f"part{self._num_splits}")

@@ -1,6 +1,6 @@
 """What a process asks and does as one rank among others: properties, decorators, order, exchange.
 
-Random streams made equal on all ranks, through checked collectives.
+RNG states made equal on all ranks, through checked collectives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -202,8 +202,8 @@ _VENDORS = frozenset({"npu", "mlu", "musa", "sdaa", "neuron"})
 """Kinds that Accelerate's scripts name also where the vendor's package, by which torch knows them, is not imported."""
 
 
-def stream_names(rng_types: Sequence[str]) -> list[str]:
-    """The streams by Headway's own names: "cuda", "xpu" and their like are "device".
+def generator_names(rng_types: Sequence[str]) -> list[str]:
+    """The generators by Headway's own names: "cuda", "xpu" and their like are "device".
 
     Raises:
         ConfigError: an unknown name.
@@ -211,7 +211,7 @@ def stream_names(rng_types: Sequence[str]) -> list[str]:
     names = ["device" if _is_device(str(name)) else str(name) for name in rng_types]
     for name in names:
         if name not in _KNOWN:
-            raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(_KNOWN)}")
+            raise ConfigError(f"unknown generator {name!r}; allowed: {', '.join(_KNOWN)}")
     return list(dict.fromkeys(names))
 
 
@@ -230,7 +230,7 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
         ConfigError: an unknown name, or "generator" without one.
         CollectiveError: other ranks do something else at this moment.
     """
-    rng_types = stream_names(rng_types)
+    rng_types = generator_names(rng_types)
     if "generator" in rng_types and generator is None:
         raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
     runtime = current()
@@ -239,7 +239,7 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
         write_states(Collectives(runtime).broadcast_object(own), generator)
 
 
-def share_streams(everyone: Collectives, index: int) -> list[str]:
+def share_rng_states(everyone: Collectives, index: int) -> list[str]:
     """Let ranks that read the same part of the data draw the same random numbers: dropout, noise, what a dataset draws.
 
     Streams that are alike on them already stay as they are; the others begin anew, at a seed of rank 0's and the part's number.
@@ -249,7 +249,7 @@ def share_streams(everyone: Collectives, index: int) -> list[str]:
         index: the number of the part that this rank reads.
 
     Returns:
-        The streams that began anew.
+        The generators that began anew.
     """
     rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *digests()])
     begun = []
@@ -260,7 +260,7 @@ def share_streams(everyone: Collectives, index: int) -> list[str]:
             begun.append(name)
     if "torch" in begun:
         log.warning_once(
-            "ranks that read the same part of the data had different random streams: torch's are now seeded again, with "
+            "ranks that read the same part of the data had different RNG states: torch's are now seeded again, with "
             "the same seed on these ranks. To seed ranks differently, call set_seed(seed, device_specific=True) after you create the "
             "Accelerator"
         )

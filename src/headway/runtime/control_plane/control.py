@@ -61,16 +61,16 @@ class Control:
     Args:
         rank, world_size: this process among the others.
         link: the way to the store; None on one process, where every call returns at once.
-        patience: how long a wait lasts where the call does not say.
+        timeout: how long a wait lasts where the call does not say.
     """
 
-    def __init__(self, rank: int, world_size: int, link: StoreLink | None, patience: timedelta) -> None:
+    def __init__(self, rank: int, world_size: int, link: StoreLink | None, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.patience = patience
+        self.timeout = timeout
         self._link = link
         # Who watches over the run knows more than this, and speaks first.
-        self._limit = patience + _MARGIN if link is not None and link.is_launched else patience
+        self._limit = timeout + _MARGIN if link is not None and link.is_launched else timeout
         self._num_votes = 0
         # One connection for all votes, whatever thread they come from: on it, what was sent first is done first.
         self._channel: SealedStore | None = None
@@ -87,7 +87,7 @@ class Control:
         Args:
             values: as many on each rank.
             op: "any" (1.0 where some rank's value is not zero, else 0.0), "min", "max" or "sum".
-            timeout: how long to wait for the others; None: the run's patience.
+            timeout: how long to wait for the others; None: the run's timeout.
 
         Returns:
             The same list on every rank.
@@ -173,7 +173,7 @@ class Control:
         return (
             f"vote {number} missed {named(missing) if missing else 'nobody, but its result'} for {timeout.total_seconds():g} s: "
             f"{named(came)} voted{f' ({_where()} here)' if _where() else ''}. See what keeps {'it' if len(missing) == 1 else 'them'} "
-            f"({'; '.join(hosts) or 'nothing is known of where'}), or give more time with --patience"
+            f"({'; '.join(hosts) or 'nothing is known of where'}), or give more time with --timeout"
         )
 
     def _loss(self, error: DistError) -> str:
@@ -258,7 +258,7 @@ def _where() -> str:
 
 def _joined() -> Control:
     runtime = process.current()
-    return Control(runtime.rank, runtime.world_size, process.control_link(), runtime.patience)
+    return Control(runtime.rank, runtime.world_size, process.control_link(), runtime.timeout)
 
 
 def current() -> Control:

@@ -403,7 +403,7 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
         return
     missing = [other for other in range(world_size) if not store.check([keys[other]])]
     if missing:
-        raise LaunchError(roll(world_size, missing, f"within the patience of {timeout.total_seconds():g} s"))
+        raise LaunchError(roll(world_size, missing, f"within the timeout of {timeout.total_seconds():g} s"))
 
 
 def whereabouts(store: SealedStore, rank: int) -> str:
@@ -422,7 +422,7 @@ def roll(world_size: int, missing: Sequence[int], when: str) -> str:
     return (
         f"{world_size} processes were asked for and {came} {'have' if came != 1 else 'has'} come {when}: missing "
         f"{named(missing)}. Look there for what keeps it (an import, a download, a branch that leaves early), or give more "
-        "time with --patience"
+        "time with --timeout"
     )
 
 

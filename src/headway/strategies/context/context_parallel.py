@@ -7,7 +7,7 @@ given labels, they are cut too, its loss is the sum of the ranks' shares, and lo
 outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
 
-The first call is rehearsed on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
+The first call is a dry run on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
 that mixes tokens past that function an error and not another result.
 """
 
@@ -95,7 +95,7 @@ class ContextParallel:
             mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
         )
         self._attention = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
-        self._streams = SplitRNG(self._axis)
+        self._rng_states = SplitRNG(self._axis)
         self._phase, self._length = CallPhase.NONE, 0
         self._ways: dict[tuple[bool, bool], SplitRegion] = {}
         self._with_loss: set[tuple[bool, bool]] = set()
@@ -163,7 +163,7 @@ class ContextParallel:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._kind(args, kwargs)
         if kind not in self._ways:
-            self._ways[kind] = self._rehearse(args, kwargs)
+            self._ways[kind] = self._dry_run(args, kwargs)
         way = self._ways[kind]
         call = self._read(args, kwargs, way)
         out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
@@ -188,7 +188,7 @@ class ContextParallel:
         return out
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-        """What is rehearsed once for each of: are there labels, and does the loss divide by a number that is given?"""
+        """What is tried once for each of: are there labels, and does the loss divide by a number that is given?"""
         return bool(self._labels.within(args, kwargs)), kwargs.get("num_items_in_batch") is not None
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
@@ -227,7 +227,7 @@ class ContextParallel:
 
     # ---------------------------------------------------------------- the first call
 
-    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitRegion:
+    def _dry_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitRegion:
         """Compute a few tokens, whole and cut, and compare: which way gives the same?
 
         Raises:
@@ -248,7 +248,7 @@ class ContextParallel:
             if given:
                 with self._labels.watching():
                     self._run(CallPhase.WHOLE, args, kwargs)
-                ignored = self._labels.to_rehearse(given)
+                ignored = self._labels.for_dry_run(given)
                 kwargs = context_check.ignore_some(kwargs, list(given), ignored)
             whole = self._run(CallPhase.WHOLE, args, kwargs)
             for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
@@ -289,7 +289,7 @@ class ContextParallel:
             gathered.reshard(self._model)
             if isinstance(error, DataError) or is_out_of_memory(error):  # of this batch, whatever the model is
                 raise
-            log.debug("rehearsal of context parallelism", exc_info=True)
+            log.debug("dry run of context parallelism", exc_info=True)
             found = f"{type(error).__name__}: {error}"
         return found
 
@@ -332,7 +332,7 @@ class ContextParallel:
         args = tuple(part if value is x else tree.map_leaves(other, value) for value in args)
         kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
         if block.training:
-            self._streams.part()
+            self._rng_states.part()
         if self._phase is CallPhase.CUT:
             self._attention.open(True)
         return args, kwargs
@@ -345,7 +345,7 @@ class ContextParallel:
 
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
-        self._streams.join()
+        self._rng_states.join()
         if self._phase is not CallPhase.BACKWARD:
             self._attention.open(False)
 

@@ -201,7 +201,7 @@ class SplitLabels:
         found = {name: given.get(name) for name in self._options.labels}
         return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
 
-    def to_rehearse(self, labels: Mapping[str, torch.Tensor]) -> int:
+    def for_dry_run(self, labels: Mapping[str, torch.Tensor]) -> int:
         """A label that the model's loss takes, and ignores if that can be known."""
         if self._of_loss is not None:
             return self._of_loss

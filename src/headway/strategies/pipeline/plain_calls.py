@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headway.errors import StateError, UnsupportedError
 from headway.runtime.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, start, wait
-from headway.strategies.rng import go_on, own_streams
+from headway.strategies.rng import go_on, own_generators
 
 
 class ReturnedOutputs:
@@ -118,7 +118,7 @@ class PlainCalls:
         failure: Exception | None = None
         result: Any = None
         joined: list[torch.Tensor] = []
-        with own_streams(pipe.group.runtime.hardware) as told:
+        with own_generators(pipe.group.runtime.hardware) as told:
             batch = pipe.begin(pieces, compute, "plain")
             self._run(batch)
             if pipe.is_last:

@@ -29,7 +29,7 @@ from headway.strategies.pipeline.runner import PipelineRunner
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed
 from headway.strategies.pipeline.stages import PipelineState, find_stages
 from headway.strategies.replica import average_gradients
-from headway.strategies.rng import go_on, own_streams
+from headway.strategies.rng import go_on, own_generators
 
 log = get_logger(__name__)
 
@@ -314,7 +314,7 @@ class PipelineStrategy(Strategy):
                 total.add_(found.detach().reshape(()).float(), alpha=share)
             return precision.scale_loss(found.reshape(())) * (factor * share)
 
-        with torch.enable_grad(), own_streams(pipe.group.runtime.hardware) as told:
+        with torch.enable_grad(), own_generators(pipe.group.runtime.hardware) as told:
             what = getattr(task.fn, "__code__", type(task.fn))
             batch = pipe.begin(task.pieces, compute, what)
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}

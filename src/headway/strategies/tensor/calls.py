@@ -82,22 +82,22 @@ class SplitCall:
 
     Args:
         site: which.
-        streams: of random numbers; None: sequence parallel looks after them.
+        rng_states: of random numbers; None: sequence parallel looks after them.
         keeps_cut: makes the output of what the head gives while training: logits that stay cut.
     """
 
     def __init__(
         self,
         site: SplitModule,
-        streams: SplitRNG | None,
+        rng_states: SplitRNG | None,
         keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None,
     ) -> None:
-        self._site, self._streams, self._keeps_cut = site, streams, keeps_cut
+        self._site, self._rng_states, self._keeps_cut = site, rng_states, keeps_cut
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Whole to cut."""
-        if self._streams is not None and self._site.style.closes:
-            self._streams.join()
+        if self._rng_states is not None and self._site.style.closes:
+            self._rng_states.join()
         return self._site.style.enter(self._site, args, kwargs)
 
     def after_any(self, *_: Any) -> None:
@@ -109,8 +109,8 @@ class SplitCall:
         if self._keeps_cut is not None and module.training:
             return self._keeps_cut(module, output)
         output = self._site.style.leave(self._site, output)
-        if self._streams is not None and self._site.style.opens and module.training:
-            self._streams.part()
+        if self._rng_states is not None and self._site.style.opens and module.training:
+            self._rng_states.part()
         return output
 
 
@@ -130,13 +130,13 @@ class SequenceBlock:
 
     Args:
         axis: the ranks.
-        streams: of random numbers.
+        rng_states: of random numbers.
         is_first: it is given the whole sequence.
         is_last: it gives back the whole sequence.
     """
 
-    def __init__(self, axis: SplitAxis, streams: SplitRNG, is_first: bool, is_last: bool) -> None:
-        self._axis, self._streams, self._is_first, self._is_last = axis, streams, is_first, is_last
+    def __init__(self, axis: SplitAxis, rng_states: SplitRNG, is_first: bool, is_last: bool) -> None:
+        self._axis, self._rng_states, self._is_first, self._is_last = axis, rng_states, is_first, is_last
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut what comes in first."""
@@ -148,12 +148,12 @@ class SequenceBlock:
 
             args, kwargs = with_first(args, kwargs, part)
         if module.training:
-            self._streams.part()
+            self._rng_states.part()
         return args, kwargs
 
     def after_any(self, *_: Any) -> None:
         """However the forward has ended."""
-        self._streams.join()
+        self._rng_states.join()
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Join what goes out last."""

@@ -58,27 +58,27 @@ def misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
 
 
 class AdaptedCall:
-    """Random streams around a layer with adapters.
+    """Generators around a layer with adapters.
 
     Args:
         style: of the layer.
-        streams: of random numbers.
+        rng_states: of random numbers.
     """
 
-    def __init__(self, style: SplitStyle, streams: SplitRNG) -> None:
-        self._style, self._streams = style, streams
+    def __init__(self, style: SplitStyle, rng_states: SplitRNG) -> None:
+        self._style, self._rng_states = style, rng_states
 
     def before(self, *_: Any) -> None:
         """Its input is whole, unless the style says otherwise."""
         if self._style.opens:
-            self._streams.join()
+            self._rng_states.join()
 
     def after_any(self, module: torch.nn.Module, *_: Any) -> None:
         """However the forward has ended."""
         if self._style.closes:
-            self._streams.join()
+            self._rng_states.join()
         elif self._style.opens and module.training:
-            self._streams.part()
+            self._rng_states.part()
 
 
 @dataclass

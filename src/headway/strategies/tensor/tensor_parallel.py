@@ -120,7 +120,7 @@ class TensorParallel:
         self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
     ) -> None:
         self.axis = SplitAxis.of(mesh)
-        self._streams, self._ends = SplitRNG(self.axis), ExitStack()
+        self._rng_states, self._ends = SplitRNG(self.axis), ExitStack()
         self._model, self._is_checked = model, False
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
@@ -183,7 +183,7 @@ class TensorParallel:
         sites = {site.module: site for site in cuts.sites.values()}
         gathered = {model.get_submodule(name) for name in stack.gathered}
         blocks = {model.get_submodule(name): name for name in stack.blocks}
-        streams = None if stack.blocks else self._streams
+        rng_states = None if stack.blocks else self._rng_states
         adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
         within = {inner for outer in adapted for inner in outer.modules()}
         scopes = _scopes(model, cuts)
@@ -191,21 +191,22 @@ class TensorParallel:
             if module in blocks:
                 name = blocks[module]
                 self._register(
-                    module, SequenceBlock(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
+                    module,
+                    SequenceBlock(self.axis, self._rng_states, name == stack.blocks[0], name == stack.blocks[-1]),
                 )
             if module in gathered:
                 self._register(module, GatheredInput(self.axis))
             if module in sites:
                 keeps = self._keep_cut if head is not None and sites[module] is head else None
                 is_known = any(module in scope.modules() for scope in scopes) and module not in within
-                self._register(module, SplitCall(sites[module], streams if is_known else None, keeps))
-            if module in adapted and streams is not None:
-                self._register(module, AdaptedCall(adapted[module], streams))
+                self._register(module, SplitCall(sites[module], rng_states if is_known else None, keeps))
+            if module in adapted and rng_states is not None:
+                self._register(module, AdaptedCall(adapted[module], rng_states))
             if module not in foreign and (module._parameters or isinstance(module, torch.nn.MultiheadAttention)):
                 held = [*module.modules()] if isinstance(module, torch.nn.MultiheadAttention) else [module]
                 self._register(module, LocalParameters(held, self.axis, module in partial))
-            if module in scopes and streams is not None:
-                module.register_forward_hook(lambda *_: self._streams.join(), always_call=True)
+            if module in scopes and rng_states is not None:
+                module.register_forward_hook(lambda *_: self._rng_states.join(), always_call=True)
         rest = [module for module in model.modules() if module not in foreign and module not in partial]
         self._register(model, LocalParameters(rest, self.axis, only_whole=True))
 

@@ -4,10 +4,10 @@ A few rows of the evaluation data, spread over all of it, go through the model a
 rows (an area under the curve where only one class occurs) or name what they find (a score of each class); so one that raises, or
 lacks the name that is sought, is tried on many more rows before that counts.
 
-What is put back: modules' modes and buffers, the global random streams. What is not touched: loaders, callbacks, the log, files,
+What is put back: modules' modes and buffers, the global RNG states. What is not touched: loaders, callbacks, the log, files,
 the optimizer. A metric that keeps something is copied, and left out where it cannot be. What cannot be undone is what the user's own
 code does elsewhere when it is called once more: the dataset, the collator, `compute_loss`, `prediction_step`, a metric that is a
-function. `TrainingArguments(eval_rehearsal=False)` skips it.
+function. `TrainingArguments(eval_sanity_check=False)` skips it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import to_device
-from headway.runtime.seed import read_streams, write_streams
+from headway.runtime.seed import read_rng_states, write_rng_states
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.data import Batch, length_of
 from headway.trainer.evaluation.evaluator import Evaluator, PredictionMethods
@@ -90,14 +90,14 @@ class EvaluationSanityCheck:
             ConfigError: `metric_for_best_model` is not among the metrics.
         """
         hardware = self.accelerator.runtime.hardware
-        streams, failure, error = read_streams(hardware), None, None
+        rng_states, failure, error = read_rng_states(hardware), None, None
         try:
             with preserve_modes_and_buffers(self.model):
                 self._check_all(loaders)
         except Exception as raised:
             failure, error = f"{type(raised).__name__}: {raised}", raised
         finally:
-            write_streams(streams, hardware)
+            write_rng_states(rng_states, hardware)
         told = [text for text in self.accelerator.collectives.gather_objects(failure) if text is not None]
         if error is not None:
             raise error
@@ -177,7 +177,7 @@ def _explain_failure(num_rows: int) -> Iterator[None]:
     except Exception as error:
         raise MetricError(
             f"compute_metrics raised {type(error).__name__}: {error}. It was tried on {num_rows} rows of the evaluation data "
-            "before the training, not after its first epoch. Fix it, or skip this check: eval_rehearsal=False"
+            "before the training, not after its first epoch. Fix it, or skip this check: eval_sanity_check=False"
         ) from error
 
 

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.draws import LoaderGenerator
 from headway.data.sampling.order import LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt
 from headway.offload.spread import spread_over
-from headway.runtime.collectives.ranks import share_streams, synchronize_rng_states
+from headway.runtime.collectives.ranks import share_rng_states, synchronize_rng_states
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
@@ -69,7 +69,7 @@ class Preparation:
         device_placement: move models and batches to the device.
         rule: how schedules tick.
         follows_optimizer: schedules tick for updates; False: for each call.
-        rng_types: random streams to make equal over ranks when a loader begins.
+        rng_types: RNG states to make equal over ranks when a loader begins.
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
         rules: what loaders go by; None: torch's.
@@ -78,7 +78,7 @@ class Preparation:
     Attributes:
         loading: as above; `set_evenness` and `load_by` change it.
         places: `device_placement`.
-        loader_stream: what loaders draw their orders from.
+        loader_rng: what loaders draw their orders from.
         events: as above.
     """
 
@@ -110,7 +110,7 @@ class Preparation:
         self._evaluated: set[int] = set()
         self._rules = rules or LoadingRules()
         self._wrappers = wrappers
-        self.loader_stream = LoaderStream(is_private=self._is_spread and self._rules.parts_streams)
+        self.loader_rng = LoaderGenerator(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock
         self._runtime = runtime
         self.places = device_placement
@@ -198,10 +198,10 @@ class Preparation:
             return self.optimizer(obj)
         return self.loader(obj, place) if kind == "loader" else self.scheduler(obj)
 
-    def _share_streams(self) -> None:
+    def _share_rng_states(self) -> None:
         """Once, before anything is prepared: ranks of one part of the data draw alike."""
         if not self._is_sharing and self._strategy.everyone.world_size > self._strategy.data_shard.count:
-            share_streams(self._strategy.everyone, self._strategy.data_shard.index)
+            share_rng_states(self._strategy.everyone, self._strategy.data_shard.index)
         self._is_sharing = True
 
     # ---------------------------------------------------------------- each kind
@@ -215,7 +215,7 @@ class Preparation:
                     "free_memory() before preparing it for training"
                 )
             return model
-        self._share_streams()
+        self._share_rng_states()
         if not is_evaluation:  # each rank may evaluate one of its own
             steps, precision = str(self._windows.num_steps), self._step.precision.name
             settings = {"gradient_accumulation_steps": steps, "mixed_precision": precision}
@@ -323,7 +323,7 @@ class Preparation:
         for known in self.loaders:
             if loader is known:
                 return known
-        self._share_streams()
+        self._share_rng_states()
         if not self.loading.dispatch_batches:
             compare_data(loader.dataset, self._strategy.data_group)
         places = self.places if place is None else place
@@ -337,7 +337,7 @@ class Preparation:
             events=self.events,
             seed=self._seed(),
             rng_types=self._rng_types,
-            stream=self.loader_stream,
+            stream=self.loader_rng,
             rules=self._rules,
         )
         self._synchronise()
@@ -458,7 +458,7 @@ class Preparation:
                     self._strategy.release(model)
         self._prepared.forget(kept)
         if not self.loaders:
-            self.loader_stream.load_state(None)
+            self.loader_rng.load_state(None)
         self._evaluated &= {id(model) for model in self.models}
         self._step.release()
         if not self.models:

@@ -150,7 +150,7 @@ class Rounds:
         self._runtime = runtime
         self._collective_log = runtime.scope.own(CollectiveLog)
         self._rank = runtime.rank
-        self._patience = runtime.patience.total_seconds()
+        self._timeout = runtime.timeout.total_seconds()
 
     @property
     def _replayer(self) -> CollectiveReplayer:
@@ -219,7 +219,7 @@ class Rounds:
         Raises:
             ControlPlaneError: they do not come.
         """
-        replayer, deadline, pause = self._replayer, time.monotonic() + self._patience, _SOON
+        replayer, deadline, pause = self._replayer, time.monotonic() + self._timeout, _SOON
         waiting = list(ranks)
         while waiting:
             rank = waiting[0]
@@ -232,7 +232,7 @@ class Rounds:
                 waiting.pop(0)
                 continue
             if time.monotonic() > deadline:
-                raise ControlPlaneError(f"rank {rank} did not say where it is within {self._patience:g} s")
+                raise ControlPlaneError(f"rank {rank} did not say where it is within {self._timeout:g} s")
             self.check(None)
             time.sleep(pause)
             pause = min(2 * pause, _SELDOM)

@@ -1,4 +1,4 @@
-"""What a batch may change before its update, and the way back: gradients, buffers, random streams, optimizer steps.
+"""What a batch may change before its update, and the way back: gradients, buffers, RNG states, optimizer steps.
 
 Optimizer steps that can be taken back: the first step of an optimizer, while its state comes into being.
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.runtime.collectives.tree import map_tensors, tensors
 from headway.runtime.device import Hardware
-from headway.runtime.seed import read_streams, write_streams
+from headway.runtime.seed import read_rng_states, write_rng_states
 from headway.strategies.fully_sharded.dtensors import local
 from headway.training.prepared.objects import PreparedObjects
 
@@ -43,7 +43,7 @@ class BatchSnapshot:
     Args:
         prepared: models and optimizers.
         states: what else goes back: windows, clock, precision.
-        hardware: whose random stream belongs to the state.
+        hardware: whose generator belongs to the state.
     """
 
     def __init__(self, prepared: PreparedObjects, states: Sequence[Rewindable], hardware: Hardware) -> None:
@@ -65,7 +65,7 @@ class BatchSnapshot:
                 self._grads.append((parameter, parameter.grad))
                 parameter.grad = None
         self._take_buffers()
-        self._random = read_streams(self._hardware)
+        self._random = read_rng_states(self._hardware)
         self._states = [(each, each.snapshot()) for each in (*self._rewound, *self._prepared.optimizers)]
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -112,7 +112,7 @@ class BatchSnapshot:
             for holder, name, buffer, copy in self._buffers:
                 holder[name] = buffer
                 buffer.copy_(copy)
-        write_streams(self._random, self._hardware)
+        write_rng_states(self._random, self._hardware)
         for each, state in self._states:
             each.restore(state)
 

@@ -80,7 +80,7 @@ def test_what_is_not_taken_back_is_said(tmp_path, caplog):
     run.accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(run.optimizer, 1))
     run.train(save_at={2: tmp_path / "one"})
     assert (
-        "it resumes at the window's start, but for registered objects and the models' buffers and the random streams"
+        "it resumes at the window's start, but for registered objects and the models' buffers and the RNG states"
         in caplog.text
     )
     caplog.clear()

@@ -18,7 +18,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
 from headway.checkpoint.format.values import encode
 from headway.errors import CheckpointError
-from headway.runtime.seed import read_streams
+from headway.runtime.seed import read_rng_states
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def picture(built):
     tensors = {}
     state = [
         model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), loader.state_dict(), loader.seed,
-        read_streams(accelerator.runtime.hardware), accelerator.num_updates, accelerator.gradient_accumulation_steps,
+        read_rng_states(accelerator.runtime.hardware), accelerator.num_updates, accelerator.gradient_accumulation_steps,
         [each.state_dict() for each in accelerator._run_state.custom], accelerator._run_state.epoch,
     ]  # fmt: skip
     text = json.dumps(encode(state, "x", tensors))

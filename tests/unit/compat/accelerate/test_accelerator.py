@@ -22,7 +22,7 @@ def accelerator():
 
 def test_its_loaders_go_by_accelerates_rules(accelerator):
     assert isinstance(accelerator._preparation._rules, AccelerateRules)
-    assert accelerator._preparation.loader_stream.is_global
+    assert accelerator._preparation.loader_rng.is_global
 
 
 def test_what_is_not_one_value_for_each_sample_is_gathered_and_cut_at_the_end(accelerator):

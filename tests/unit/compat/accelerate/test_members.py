@@ -5,7 +5,7 @@ import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.ranks import stream_names
+from headway.runtime.collectives.ranks import generator_names
 
 
 def test_surroundings():
@@ -105,12 +105,12 @@ def test_a_model_over_several_devices_is_known():
 
 
 def test_streams_by_accelerates_names():
-    assert stream_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
+    assert generator_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
         "torch",
         "device",
         "generator",
     ]
-    with pytest.raises(ConfigError, match="unknown random stream 'dice'"):
+    with pytest.raises(ConfigError, match="unknown generator 'dice'"):
         Accelerator(cpu=True, rng_types=["dice"])
     assert Accelerator(cpu=True, rng_types=[RNGType.GENERATOR, "cuda"]).num_processes == 1
 

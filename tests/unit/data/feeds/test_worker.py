@@ -11,7 +11,7 @@ from tests.unit.data.fakes import Numbers
 
 
 @pytest.fixture(autouse=True)
-def streams():
+def rng_states():
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     yield
     torch.set_rng_state(states[0]), random.setstate(states[1]), numpy.random.set_state(states[2])

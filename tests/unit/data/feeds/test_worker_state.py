@@ -1,4 +1,4 @@
-"""The book about workers' streams, as it is kept without any workers (tests/unit/test_same_numbers.py has real ones)."""
+"""The book about workers' generators, as it is kept without any workers (tests/unit/test_same_numbers.py has real ones)."""
 
 import pickle
 import random
@@ -7,23 +7,23 @@ from headway.data.feeds.worker import ResumedIndices, WorkerBatch, WorkerRNGStat
 from headway.data.sampling.rng import read_text
 
 
-def read(streams, *texts):
+def read(rng_states, *texts):
     for text in texts:
-        streams.note(WorkerBatch("batch", text))
+        rng_states.note(WorkerBatch("batch", text))
 
 
 def resumed(state, count=2, is_persistent=False):
-    streams = WorkerRNGStates(count, is_persistent)
-    streams.load_state(state)
-    return streams
+    rng_states = WorkerRNGStates(count, is_persistent)
+    rng_states.load_state(state)
+    return rng_states
 
 
 def test_a_pass_goes_on_with_the_worker_whose_turn_it_is():
-    streams = WorkerRNGStates(2, False)
-    assert streams.begin(False) == 0
-    assert streams.to_send() == []
-    read(streams, "a0", "b0", "a1")
-    state = streams.state(is_running=True)
+    rng_states = WorkerRNGStates(2, False)
+    assert rng_states.begin(False) == 0
+    assert rng_states.to_send() == []
+    read(rng_states, "a0", "b0", "a1")
+    state = rng_states.state(is_running=True)
     again = resumed(state)
     assert again.begin(True) == 0
     assert again.to_send() == ["b0", "a1"]
@@ -32,34 +32,34 @@ def test_a_pass_goes_on_with_the_worker_whose_turn_it_is():
 
 
 def test_streams_that_have_not_moved_are_as_they_were():
-    streams = WorkerRNGStates(2, False)
-    streams.begin(False)
-    read(streams, "a0", "b0", None, "b1", None)
-    assert streams.state(True)["workers"]["streams"] == ["a0", "b1"]
+    rng_states = WorkerRNGStates(2, False)
+    rng_states.begin(False)
+    read(rng_states, "a0", "b0", None, "b1", None)
+    assert rng_states.state(True)["workers"]["streams"] == ["a0", "b1"]
 
 
 def test_a_pass_in_which_not_every_worker_had_a_batch_is_read_from_its_start():
-    streams = WorkerRNGStates(3, False)
-    streams.begin(False)
-    read(streams, "a0", "b0")
-    again = resumed(streams.state(True), 3)
+    rng_states = WorkerRNGStates(3, False)
+    rng_states.begin(False)
+    read(rng_states, "a0", "b0")
+    again = resumed(rng_states.state(True), 3)
     assert again.begin(True) == 2
     assert again.to_send() == []
 
 
 def test_another_number_of_workers_begins_afresh():
-    streams = WorkerRNGStates(2, False)
-    streams.begin(False)
-    read(streams, "a0", "b0")
-    again = resumed(streams.state(True), 3)
+    rng_states = WorkerRNGStates(2, False)
+    rng_states.begin(False)
+    read(rng_states, "a0", "b0")
+    again = resumed(rng_states.state(True), 3)
     assert (again.begin(True), again.to_send()) == (0, [])
 
 
 def test_persistent_workers_draw_on_in_the_next_pass():
-    streams = WorkerRNGStates(2, True)
-    streams.begin(False)
-    read(streams, "a0", "b0", "a1")
-    again = resumed(streams.state(is_running=False), is_persistent=True)
+    rng_states = WorkerRNGStates(2, True)
+    rng_states.begin(False)
+    read(rng_states, "a0", "b0", "a1")
+    again = resumed(rng_states.state(is_running=False), is_persistent=True)
     assert again.begin(False) == 0
     assert again.to_send() == ["a1", "b0"]
     once = WorkerRNGStates(2, False)
@@ -73,7 +73,7 @@ def test_collating_tells_only_of_streams_that_moved():
     assert collate([1, 2]) == WorkerBatch(3, read_text())
     assert collate([3]) == WorkerBatch(3, None)
     random.random()
-    assert collate([4]).streams == read_text()
+    assert collate([4]).rng_states == read_text()
 
 
 def test_indices_arrive_as_they_were_and_set_the_streams():

@@ -1,4 +1,4 @@
-"""A stream that is read in this process and draws from the global streams: the plain loop's numbers, and exact resumes."""
+"""A stream that is read in this process and draws from the global generators: the plain loop's numbers, and exact resumes."""
 
 import itertools
 import random
@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.data.sampling.rng import DatasetRNGStates, NumpyReader, among_streams, is_streams_text, text_of
+from headway.data.sampling.rng import DatasetRNGStates, NumpyReader, among_rng_states, is_rng_states_text, text_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STOPS = range(1, 18)  # all updates of three epochs but the last
 
 
 class Shuffled(IterableDataset):
-    """A shuffle buffer and noise, from the streams that `kinds` names; some begin late."""
+    """A shuffle buffer and noise, from the generators that `kinds` names; some begin late."""
 
     def __init__(self, kinds, late=0):
         self.kinds, self.late = kinds, late
@@ -137,10 +137,10 @@ def test_training_and_the_dataset_do_not_draw_the_same_numbers():
 
 def test_a_line_that_no_save_writes_is_refused():
     text = text_of(torch.get_rng_state(), 0)
-    assert is_streams_text(among_streams(text, 0))
-    assert not is_streams_text(among_streams(text[:100], 0))
-    assert not is_streams_text(among_streams("nonsense!", 2))
-    assert not is_streams_text(among_streams(text + " " + text, 1))
+    assert is_rng_states_text(among_rng_states(text, 0))
+    assert not is_rng_states_text(among_rng_states(text[:100], 0))
+    assert not is_rng_states_text(among_rng_states("nonsense!", 2))
+    assert not is_rng_states_text(among_rng_states(text + " " + text, 1))
 
 
 def test_a_dataset_whose_first_draw_comes_late_in_a_pass_is_noticed_all_the_same():

@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.draws import LoaderGenerator
 from headway.data.sampling.order import DrawnOrder, PureOrder, SamplerOrder, permutation
 from headway.data.sampling.shard import SampleSplit
 from headway.runtime.seed import mix
@@ -20,11 +20,11 @@ from tests.unit.data.fakes import prepare
 
 
 def order_of(sampler, seed=1, is_seedable=True, agree=None, is_synchronised=True):
-    return SamplerOrder(sampler, seed, is_seedable, LoaderStream(), agree, is_synchronised)
+    return SamplerOrder(sampler, seed, is_seedable, LoaderGenerator(), agree, is_synchronised)
 
 
 class Shuffling(Sampler):
-    """Draws from whichever global stream it is told to."""
+    """Draws from whichever global generator it is told to."""
 
     def __init__(self, length, source):
         self.length, self.source = length, source
@@ -140,7 +140,7 @@ def test_a_seeded_generator_gives_the_plain_loaders_order(make):
 
 
 def drawn(sampler, agree=None):
-    return DrawnOrder(sampler, LoaderStream(), agree)
+    return DrawnOrder(sampler, LoaderGenerator(), agree)
 
 
 def test_a_drawn_order_is_the_plain_samplers_and_leaves_the_same_state():

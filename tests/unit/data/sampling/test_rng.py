@@ -4,7 +4,15 @@ import numpy
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from headway.data.sampling.rng import GlobalStreams, OwnGenerators, decode, encode, generators_of, read_text, write_text
+from headway.data.sampling.rng import (
+    GlobalGenerators,
+    OwnGenerators,
+    decode,
+    encode,
+    generators_of,
+    read_text,
+    write_text,
+)
 
 
 class Holder:
@@ -84,14 +92,14 @@ def test_states_survive_text():
 
 
 def test_global_streams_put_everything_back():
-    streams = GlobalStreams.seeded(1)
+    rng_states = GlobalGenerators.seeded(1)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    with streams:
+    with rng_states:
         first = torch.rand(3), random.random(), numpy.random.rand()
     after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-    with streams:
+    with rng_states:
         assert random.random() != first[1]
 
 

@@ -30,7 +30,7 @@ def said(monkeypatch):
 def test_it_is_said_at_once_and_then_sparingly(monkeypatch):
     now, lines = [0.0], []
     monkeypatch.setattr(meeting.time, "monotonic", lambda: now[0])
-    waiting = RendezvousWait(lines.append, 2000, "--patience")
+    waiting = RendezvousWait(lines.append, 2000, "--timeout")
     for second in range(2000):
         now[0] = float(second)
         waiting.tell(f"at {second}")
@@ -40,13 +40,13 @@ def test_it_is_said_at_once_and_then_sparingly(monkeypatch):
     assert not waiting.is_over
     now[0] = 2001.0
     assert waiting.is_over
-    assert "(2000 s: --patience)" in lines[0]
+    assert "(2000 s: --timeout)" in lines[0]
 
 
 def test_for_ever(said):
-    waiting = RendezvousWait(said.append, math.inf, "--patience")
+    waiting = RendezvousWait(said.append, math.inf, "--timeout")
     waiting.tell("one waits")
-    assert said == ["headway: one waits, for as long as it takes (--patience)"]
+    assert said == ["headway: one waits, for as long as it takes (--timeout)"]
     assert not waiting.is_over
 
 
@@ -54,19 +54,19 @@ def test_who_has_not_come_is_named(said):
     store = a_store()
     meeting.arrive(store, 2)
     with pytest.raises(
-        LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--patience"
+        LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--timeout"
     ):
-        wait_for_all(store, 0, 4, RendezvousWait(said.append, 0.1, "--patience"), "h:1", "machine")
+        wait_for_all(store, 0, 4, RendezvousWait(said.append, 0.1, "--timeout"), "h:1", "machine")
     assert said[0].startswith("headway: machine 0 of 4 waits at h:1 for machines 1, 3, until ")
     threading.Timer(0.3, lambda: [meeting.arrive(store, number) for number in (1, 3)]).start()
-    wait_for_all(store, 0, 4, RendezvousWait(said.append, 30, "--patience"), "h:1", "machine")
+    wait_for_all(store, 0, 4, RendezvousWait(said.append, 30, "--timeout"), "h:1", "machine")
     assert said[-1] == "headway: all 4 machines are there"
 
 
 def test_those_who_come_in_time_say_nothing():
     store, lines = a_store(), []
     meeting.arrive(store, 1)
-    wait_for_all(store, 0, 2, RendezvousWait(lines.append, 30, "--patience"), "h:1", "machine")
+    wait_for_all(store, 0, 2, RendezvousWait(lines.append, 30, "--timeout"), "h:1", "machine")
     assert lines == []
 
 
@@ -77,21 +77,21 @@ def test_a_port_is_waited_for(said):
         with pytest.raises(
             LaunchError, match=f"machine 0 did not open 127.0.0.1:{port} within 0.1 s .*connection refused"
         ):
-            knock("127.0.0.1", port, RendezvousWait(said.append, 0.1, "--patience"), "machine 1 of 2")
+            knock("127.0.0.1", port, RendezvousWait(said.append, 0.1, "--timeout"), "machine 1 of 2")
         assert "machine 1 of 2 waits for machine 0 to open" in said[0]
         probe.listen()
-        knock("127.0.0.1", port, RendezvousWait(said.append, 30, "--patience"), "machine 1 of 2")
+        knock("127.0.0.1", port, RendezvousWait(said.append, 30, "--timeout"), "machine 1 of 2")
 
 
 def test_a_call_that_does_not_come_back_is_given_up(said):
     never = threading.Event()
     with pytest.raises(LaunchError, match="too late"):
-        in_time(never.wait, RendezvousWait(said.append, 0.1, "--patience"), "it takes long", "too late")
+        in_time(never.wait, RendezvousWait(said.append, 0.1, "--timeout"), "it takes long", "too late")
     assert said[0].startswith("headway: it takes long, until ")
     never.set()
-    assert in_time(lambda: 7, RendezvousWait(said.append, 5, "--patience"), "", "") == 7
+    assert in_time(lambda: 7, RendezvousWait(said.append, 5, "--timeout"), "", "") == 7
     with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 / 0, RendezvousWait(said.append, 5, "--patience"), "", "")
+        in_time(lambda: 1 / 0, RendezvousWait(said.append, 5, "--timeout"), "", "")
 
 
 def test_a_watch_beside_an_engines_own_wait(said):
@@ -100,7 +100,7 @@ def test_a_watch_beside_an_engines_own_wait(said):
         lambda: store,
         1,
         3,
-        RendezvousWait(lambda line: (said.append(line), told.set()), 9, "--patience"),
+        RendezvousWait(lambda line: (said.append(line), told.set()), 9, "--timeout"),
         "h:1",
         "task",
     )

@@ -29,8 +29,8 @@ def outside(rank, *, number=4, group="0", **more):
     )
 
 
-def missing(views, patience=10.0):
-    verdict = judge(views, patience)
+def missing(views, timeout=10.0):
+    verdict = judge(views, timeout)
     return None if verdict is None else [view.rank for view in verdict.missing]
 
 
@@ -58,7 +58,7 @@ def test_no_false_alarm(views):
     assert judge(views, 10) is None
 
 
-def test_patience_zero_is_for_ever():
+def test_timeout_zero_is_for_ever():
     assert judge([inside(0, 1e9), outside(1)], 0) is None
     assert judge([inside(0, 1e9, lenience=5), outside(1)], 0) is None
 
@@ -70,8 +70,8 @@ def test_one_rank_asks_for_lenience_and_all_get_it():
     verdict = judge([inside(0, 19, lenience=8), outside(1), inside(2, 3)], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
-    assert "(patience 18 s)" in hang.headline(verdict)
-    assert "8 s of this patience were added because a rank ran out of memory" in hang.text(verdict)
+    assert "(timeout 18 s)" in hang.headline(verdict)
+    assert "8 s of this timeout were added because a rank ran out of memory" in hang.text(verdict)
     assert missing([inside(0, 17), outside(1, phase="ended", lenience=8)]) == [1]  # who has ended asks for nothing
 
 
@@ -94,7 +94,7 @@ def test_what_is_told_of_the_missing_one(view, told):
     verdict = judge([inside(0, 11), view], 10)
     assert verdict is not None
     assert hang.headline(verdict) == (
-        "this run hangs: rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 11 s (patience 10 s)"
+        "this run hangs: rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 11 s (timeout 10 s)"
     )
     assert told in hang.text(verdict)
     json.dumps(hang.encode(verdict))
@@ -104,7 +104,7 @@ def test_another_order():
     verdict = judge([inside(0, 11), inside(1, 12, operation="broadcast")], 10)
     assert verdict is not None
     assert verdict.missing == ()
-    assert "all 2 ranks have waited for 12 s (patience 10 s), but not in the same operation" in hang.text(verdict)
+    assert "all 2 ranks have waited for 12 s (timeout 10 s), but not in the same operation" in hang.text(verdict)
     assert "rank 0 waits in all_reduce #5" in hang.text(verdict)
     assert "rank 1 waits in broadcast #5" in hang.text(verdict)
 
@@ -178,18 +178,18 @@ TABLES = st.lists(VIEWS, max_size=6).map(
 @pytest.mark.slow
 @given(TABLES, st.floats(0, 50))
 @settings(max_examples=500, deadline=None)
-def test_every_verdict_is_sound(views, patience):
-    verdict = judge(views, patience)
+def test_every_verdict_is_sound(views, timeout):
+    verdict = judge(views, timeout)
     if verdict is None:
         return
     assert not any(view.exit_code for view in views)
-    assert patience > 0
+    assert timeout > 0
     waiting, absent = {view.rank for view in verdict.waiting}, {view.rank for view in verdict.missing}
     assert waiting
     assert not waiting & absent
     assert verdict.waiting[0].wait is not None
-    assert max(view.wait.age for view in verdict.waiting) > patience
-    assert all(view.excused_age > patience for view in verdict.missing)
+    assert max(view.wait.age for view in verdict.waiting) > timeout
+    assert all(view.excused_age > timeout for view in verdict.missing)
     # A rank that waits like the others is never accused, unless it is stopped, mute or over.
     assert all(view.wait is None or view.is_mute or view.has_ended for view in verdict.missing)
     assert hang.text(verdict).startswith("this run hangs: ")
@@ -199,9 +199,9 @@ def test_every_verdict_is_sound(views, patience):
 @pytest.mark.slow
 @given(TABLES, st.floats(1, 50))
 @settings(max_examples=200, deadline=None)
-def test_more_patience_never_finds_more(views, patience):
-    if judge(views, patience) is None:
-        assert judge(views, 2 * patience) is None
+def test_more_timeout_never_finds_more(views, timeout):
+    if judge(views, timeout) is None:
+        assert judge(views, 2 * timeout) is None
 
 
 @pytest.mark.slow

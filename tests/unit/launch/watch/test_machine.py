@@ -17,13 +17,13 @@ STDLIB = sysconfig.get_path("stdlib")
 class Ranks:
     """Two ranks' pulses, written here in their place."""
 
-    def __init__(self, folder, said, machines=None, patience=0.3):
+    def __init__(self, folder, said, machines=None, timeout=0.3):
         paths = [folder / f"rank{rank}.pulse" for rank in range(2)]
         for path in paths:
             pulse.create(path)
         self.pulses = [pulse.HeartbeatFile(path) for path in paths]
         self.workers = [Worker(rank, os.getpid(), path) for rank, path in enumerate(paths)]
-        self.watch = HangWatch(patience, said.append, machines)
+        self.watch = HangWatch(timeout, said.append, machines)
         self.watch._workers, self.watch._world_size = tuple(self.workers), 2
         self.beat(0, "/u/train.py", 7)
         self.beat(1, "/u/train.py", 9)
@@ -80,7 +80,7 @@ def test_what_a_rank_dumps_when_it_is_asked_is_no_file_being_written(tmp_path):
 
 
 def test_a_write_excuses_up_to_its_last_byte(tmp_path, said):
-    ranks = Ranks(tmp_path, said, patience=1.0)
+    ranks = Ranks(tmp_path, said, timeout=1.0)
     ranks.beat(1, writer.__file__, 3)
     ranks.pulses[0].enter("gather", "/u/train.py:7")
     ranks.watch._read_view(ranks.workers[1])
@@ -102,7 +102,7 @@ def test_one_that_comes_is_not_missing(tmp_path, said):
 
 @pytest.mark.slow
 def test_a_debugger_is_told_once_and_gives_time(tmp_path, said):
-    ranks = Ranks(tmp_path, said, patience=1.5)
+    ranks = Ranks(tmp_path, said, timeout=1.5)
     ranks.beat(1, f"{STDLIB}/pdb.py", 3)
     ranks.pulses[0].enter("gather", "/u/train.py:7")
     time.sleep(1.6)
@@ -116,9 +116,9 @@ def test_a_debugger_is_told_once_and_gives_time(tmp_path, said):
     assert ranks.look() is not None
 
 
-def test_the_script_decides_the_patience(tmp_path, said):
+def test_the_script_decides_the_timeout(tmp_path, said):
     ranks = Ranks(tmp_path, said)
-    ranks.pulses[0].set_patience(60.0)
+    ranks.pulses[0].set_timeout(60.0)
     ranks.pulses[0].enter("gather", "/u/train.py:7")
     time.sleep(0.35)
     assert ranks.look() is None
@@ -161,7 +161,7 @@ def test_a_restart_begins_anew(tmp_path, said):
     ranks.watch.note_ended({})
     watch = HangWatch(0, said.append)
     watch.begin(ranks.workers, 2)
-    assert watch._thread is None  # a patience of 0 watches nobody
+    assert watch._thread is None  # a timeout of 0 watches nobody
     watch.note_ended({1: 0})
     assert ranks.workers[1].exit_code == 0
     assert encode(ranks.watch._read_view(ranks.workers[1]))["exit_code"] == 0

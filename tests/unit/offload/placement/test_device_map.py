@@ -21,7 +21,7 @@ from tests.unit.offload.placement.models import MODELS, Chain, build, layers
 peer = pytest.importorskip("accelerate.utils.modeling")
 
 
-def skeleton(name):
+def meta_model(name):
     with init_empty_weights():
         return build(name)
 
@@ -61,7 +61,7 @@ def test_room_for_the_largest_offloaded_layer_is_kept_on_the_main_device():
     [{0: 0.7, 1: 0.7}, {0: 0.4, 1: 0.5, 2: 0.5}, {0: 0.4, "cpu": 0.4}, {0: 0.4, 1: 0.3, "cpu": 1.0}, {"cpu": 0.6}],
 )
 def test_real_models_fit_their_budgets(name, shares):
-    model = skeleton(name)
+    model = meta_model(name)
     total = compute_module_sizes(model)[""]
     budgets = {device: int(total * share) for device, share in shares.items()}
     classes = model._no_split_modules
@@ -86,7 +86,7 @@ def test_real_models_fit_their_budgets(name, shares):
 
 
 def test_the_same_map_as_the_peer_where_that_one_is_right():
-    model = skeleton("llama")
+    model = meta_model("llama")
     total = compute_module_sizes(model)[""]
     for budgets in ({0: total // 3, 1: total // 3, "cpu": total}, {0: 2 * total}, {"cpu": 2 * total}):
         theirs = peer.infer_auto_device_map(model, dict(budgets), no_split_module_classes=model._no_split_modules)
@@ -164,7 +164,7 @@ def test_a_model_that_is_one_layer_and_one_without_tensors():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_balance_on_real_models(name):
-    model = skeleton(name)
+    model = meta_model(name)
     classes = model._no_split_modules
     total = compute_module_sizes(model)[""]
     budgets = {0: total, 1: total, 2: total, "cpu": total}

@@ -89,13 +89,13 @@ def test_a_rank_that_comes_twice_is_told():
     assert not wait_for(store, ["never"], timedelta(seconds=0.05))
 
 
-def test_the_patience_has_one_origin(monkeypatch):
-    assert process.start(cpu=True).patience == timedelta(seconds=600)
+def test_the_timeout_has_one_origin(monkeypatch):
+    assert process.start(cpu=True).timeout == timedelta(seconds=600)
     process.reset()
-    monkeypatch.setenv("HEADWAY_PATIENCE", "42")
-    assert process.start(cpu=True).patience == timedelta(seconds=42)
+    monkeypatch.setenv("HEADWAY_TIMEOUT", "42")
+    assert process.start(cpu=True).timeout == timedelta(seconds=42)
     process.reset()
-    assert process.start(cpu=True, timeout=timedelta(seconds=7)).patience == timedelta(seconds=7)
+    assert process.start(cpu=True, timeout=timedelta(seconds=7)).timeout == timedelta(seconds=7)
     process.reset()
-    monkeypatch.setenv("HEADWAY_PATIENCE", "0")  # for ever
-    assert process.start(cpu=True).patience > timedelta(days=300)
+    monkeypatch.setenv("HEADWAY_TIMEOUT", "0")  # for ever
+    assert process.start(cpu=True).timeout > timedelta(days=300)

@@ -293,10 +293,10 @@ def test_it_can_be_switched_off(tmp_path):
         sizes.append(len(prediction.label_ids))
         return {}
 
-    make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_rehearsal=False).train()
+    make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_sanity_check=False).train()
     assert sizes == [20]
     told = str(refused(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
-    assert "skip this check: eval_rehearsal=False" in told
+    assert "skip this check: eval_sanity_check=False" in told
 
 
 class Once(IterableDataset):

@@ -10,7 +10,7 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.draws import LoaderGenerator
 from headway.data.sampling.order import LoadingRules
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
@@ -212,6 +212,6 @@ def _prepared(
         events=LoaderEvents() if windows is None else LoaderEvents(active=windows.active),
         seed=torch.initial_seed() if config.data_seed is None else config.data_seed,
         rng_types=("generator",) if rng_types is None else [str(each) for each in rng_types],
-        stream=LoaderStream(is_private=shard.count > 1),
+        stream=LoaderGenerator(is_private=shard.count > 1),
         rules=ShardRules(),
     )

@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler
 from headway.compat.accelerate.data.loaders import ShardRules
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
-from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.draws import LoaderGenerator
 from headway.data.sampling.order import RandomSource, SampleOrder, permutation
 
 
@@ -78,7 +78,7 @@ class AccelerateRules(ShardRules):
             sampler.generator = torch.Generator().manual_seed(_draw())
         # Seedable is only torch's own shuffling; another sampler draws from the streams that it finds.
         config = replace(draws.config, use_seedable_sampler=False)
-        return super().order_of(sampler, replace(draws, config=config, stream=LoaderStream()))
+        return super().order_of(sampler, replace(draws, config=config, stream=LoaderGenerator()))
 
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
         """Never: torch's loader below draws its base seed, whatever orders it."""

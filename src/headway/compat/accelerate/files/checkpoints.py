@@ -153,7 +153,7 @@ class Reader:
             raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
         for model, state in zip(models, weights):
             _put(model, state)
-        self._set_random_streams()
+        self._set_rng_states()
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
     def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
@@ -206,7 +206,7 @@ class Reader:
             )
         return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 
-    def _set_random_streams(self) -> None:
+    def _set_rng_states(self) -> None:
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if not (self._folder / name).is_file():
             log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)

@@ -272,7 +272,7 @@ def test_blocks_get_the_hooks_that_the_peer_gives_them(offload):
     assert found[0] == found[1]
 
 
-def test_a_skeleton_runs_from_an_offload_folder(tmp_path):
+def test_a_meta_model_runs_from_an_offload_folder(tmp_path):
     torch.manual_seed(0)
     model = build("llama").eval()
     offload_state_dict(tmp_path, model.state_dict())

@@ -1,4 +1,4 @@
-"""Skeletons: models built without memory, or built directly on a device, by torch's own modes and registration hooks."""
+"""Meta models: models built without memory, or built directly on a device, by torch's own modes and registration hooks."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.common import env
 from headway.common.callsite import stack
-from headway.errors import SkeletonError
+from headway.errors import MetaModelError
 
 _META = torch.device("meta")
 # A tensor of this many elements is held back until it is known whether it becomes a parameter.
@@ -39,7 +39,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
             frequencies) need.
 
     Raises:
-        SkeletonError: a constructor read a value that a meta tensor does not have. The message names the modules.
+        MetaModelError: a constructor read a value that a meta tensor does not have. The message names the modules.
     """
     return init_on_device(_META, include_buffers)
 
@@ -54,7 +54,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             With False every parameter is moved as it is registered.
 
     Raises:
-        SkeletonError: on the meta device, as of init_empty_weights.
+        MetaModelError: on the meta device, as of init_empty_weights.
     """
     # An empty tensor says which device is meant: 'cuda' alone names none.
     place = torch.empty(0, device=device).device
@@ -91,7 +91,7 @@ class _RegistrationWatch(TorchFunctionMode):
         if self.place == _META and getattr(func, "__name__", "") in _FILLERS:
             target = args[0] if args else kwargs.get("tensor")
             if _is_meta(target) and id(target) not in self.held:
-                return target  # Nothing to fill: most of the time of a skeleton would go there.
+                return target  # Nothing to fill: most of the time of a meta model would go there.
         if self.held and func not in _DESCRIPTIONS:
             self._make_real((args, tuple(kwargs.values())))
         if self.holds_back and func in _FACTORIES and _num_elements(args, kwargs) >= _LARGE:
@@ -99,9 +99,9 @@ class _RegistrationWatch(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, SkeletonError) or "meta" not in str(error) or not _any_meta((args, kwargs)):
+            if isinstance(error, MetaModelError) or "meta" not in str(error) or not _any_meta((args, kwargs)):
                 raise
-            raise SkeletonError(_explanation(func, error, self.is_whole)) from error
+            raise MetaModelError(_explanation(func, error, self.is_whole)) from error
 
     def _stand_in(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Make a large new tensor on the meta device, and its values only if it turns out to be no parameter."""
@@ -156,7 +156,7 @@ class _RegistrationWatch(TorchFunctionMode):
         self._make_real(buffer)
         if self.holds_back and isinstance(buffer, torch.Tensor) and buffer.device == _META:
             owner = type(module).__name__
-            raise SkeletonError(
+            raise MetaModelError(
                 f"the buffer {name!r} of {owner} was computed from parameters, which have no values in a model built "
                 f"without memory ({_site()}). Pass include_buffers=True to leave it on the meta device too, and fill it "
                 "from the checkpoint; or compute it from numbers, not from a parameter"

@@ -59,7 +59,7 @@ def main() -> None:
         for name, context in contexts.items()
     }
     rows = rows_of(interleave(passes, num_repeats(7)), 1.0)
-    save("skeleton", "s", rows, "the floor of the added columns is the first row")
+    save("meta_model", "s", rows, "the floor of the added columns is the first row")
 
 
 if __name__ == "__main__":

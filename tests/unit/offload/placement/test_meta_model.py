@@ -1,4 +1,4 @@
-"""Skeletons: nothing is allocated, nothing is lost, and torch is left as it was."""
+"""Meta models: nothing is allocated, nothing is lost, and torch is left as it was."""
 
 import threading
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 
 from headway import init_empty_weights, init_on_device
-from headway.errors import SkeletonError
+from headway.errors import MetaModelError
 from tests.unit.offload.placement.models import MODELS, build
 
 
@@ -144,19 +144,19 @@ def test_a_constructor_that_reads_a_value_is_named():
         assert Outer(Rates).inner.rates == [0.0, 0.5, 1.0]
     with (
         pytest.raises(
-            SkeletonError, match=r"Outer > Rates at .*test_skeleton.py:\d+ called .*item.*include_buffers=False"
+            MetaModelError, match=r"Outer > Rates at .*test_meta_model.py:\d+ called .*item.*include_buffers=False"
         ),
         init_empty_weights(include_buffers=True),
     ):
         Outer(Rates)
     with (
-        pytest.raises(SkeletonError, match=r"buffer 'doubled' of FromParameter .*Outer > FromParameter at"),
+        pytest.raises(MetaModelError, match=r"buffer 'doubled' of FromParameter .*Outer > FromParameter at"),
         init_empty_weights(),
     ):
         Outer(FromParameter)
     with init_empty_weights(include_buffers=True):
         assert Outer(FromParameter).inner.doubled.is_meta
-    with pytest.raises(SkeletonError, match="Outer > Branching at"), init_empty_weights():
+    with pytest.raises(MetaModelError, match="Outer > Branching at"), init_empty_weights():
         Outer(Branching)
 
 
@@ -168,7 +168,7 @@ def test_every_way_to_read_a_value_gives_the_same_error(read):
             self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
             self.value = getattr(self.weight, read)()
 
-    with pytest.raises(SkeletonError, match="Reader at"), init_empty_weights():
+    with pytest.raises(MetaModelError, match="Reader at"), init_empty_weights():
         Reader()
 
 
@@ -228,7 +228,7 @@ def test_the_environment_sets_the_default(monkeypatch):
         assert not nn.BatchNorm1d(2).running_mean.is_meta
 
 
-def test_real_modules_keep_their_values_when_they_are_put_into_a_skeleton():
+def test_real_modules_keep_their_values_when_they_are_put_into_a_meta_model():
     real = nn.Linear(2, 2)
     with init_empty_weights():
         model = nn.Sequential(real, nn.Linear(2, 2))
