@@ -10,7 +10,6 @@ from torch import nn
 from headway import ShardingOptions, init_empty_weights
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded import values
 from headway.strategies.fully_sharded.dtensors import local
 from headway.strategies.fully_sharded.units import find_units
 from headway.weights.pieces import is_dtensor
@@ -210,7 +209,7 @@ def without_memory() -> None:
         model = Measured()
     units = find_units(model, ShardingOptions())
     inner = accelerator.strategy._shard(model, units)  # type: ignore[attr-defined]
-    largest = values.fill(model, inner, torch.device("cpu"), accelerator.collectives)
+    largest = fill(model, inner, torch.device("cpu"), accelerator.collectives)
     assert largest == 64 * 67 * 4
     assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())
     accelerator.free_memory()

@@ -28,7 +28,7 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
 
 ASK = """
 import torch
-from headway.memory.free import free_and_total
+from headway.memory.use import free_and_total
 from headway.runtime.device import HARDWARE
 
 told = free_and_total(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))

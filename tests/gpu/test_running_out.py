@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headway import Accelerator, MemoryMonitor
-from headway.memory.free import free_bytes
 from headway.memory.monitor import PeakReader
+from headway.memory.use import free_bytes
 from headway.runtime.device import HARDWARE
 from headway.training.replay.piece_size import AllocatorPressure
 from headway.training.replay.snapshot import Materialised

@@ -9,7 +9,7 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.timing import ACCELERATE_MISSING, HAS_ACCELERATE
 from headway import cpu_offload, init_empty_weights, offload_pace
 from headway.common.text import format_bytes
-from headway.offload.placement.bandwidth import copy_bandwidth, memory_bandwidth
+from headway.offload.placement.budget import copy_bandwidth, memory_bandwidth
 
 SEVEN = {
     "hidden_size": 4096,

@@ -42,7 +42,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     from headway.tracking.report.page import html_page
 
     if png is not None:
-        from headway.tracking.report.png import require_matplotlib
+        from headway.tracking.report.panels import require_matplotlib
 
         require_matplotlib()
     runs = load(run)
@@ -51,7 +51,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     _write(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")
     if png is not None:
-        from headway.tracking.report.png import draw
+        from headway.tracking.report.panels import draw
 
         for path in draw(runs, png):
             click.echo(str(path))

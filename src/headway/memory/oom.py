@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from headway.common import scope
-from headway.memory.free import free_and_total
+from headway.memory.use import free_and_total
 from headway.runtime.device import HARDWARE, Hardware
 
 _SHORT_BYTES = 128 << 20

@@ -11,8 +11,7 @@ from torch import nn
 
 from headway.common.text import columns, format_bytes, format_number
 from headway.errors import DeviceMapError
-from headway.offload.placement.bandwidth import copy_bandwidth, disk_bandwidth, memory_bandwidth
-from headway.offload.placement.budget import OFFLOAD, Device
+from headway.offload.placement.budget import OFFLOAD, Device, copy_bandwidth, disk_bandwidth, memory_bandwidth
 from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
 from headway.offload.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
 from headway.offload.placement.workload import Workload, cache_and_outputs

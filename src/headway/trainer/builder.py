@@ -14,7 +14,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
 from headway.log import get_logger
 from headway.memory.batch_size import find_executable_batch_size
-from headway.memory.free import free_address_space
+from headway.memory.use import free_address_space
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.checkpoints import next_number
 from headway.trainer.data import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns, length_of

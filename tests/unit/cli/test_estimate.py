@@ -13,7 +13,7 @@ from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.common.text import parse_bytes
 from headway.errors import DeviceMapError
-from headway.offload.placement import bandwidth
+from headway.offload.placement import budget
 from headway.offload.placement.workload import Workload
 from headway.planning import inference
 from headway.planning.inference import (
@@ -87,7 +87,7 @@ def test_a_config_alone(run, folder):
 
 
 def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
+    monkeypatch.setattr(budget, "_PIECE", 1 << 14)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
     said = run(tmp_path, "--sequence", "64", "--batch-size", "3", "--dtype", "float16")
@@ -231,13 +231,13 @@ def test_the_slowest_of_memory_link_and_disk_counts():
 
 def test_bandwidths_are_measured(tmp_path):
     file = tmp_path / "weights"
-    file.write_bytes(bytes(bandwidth._PIECE * 2 + 5))
+    file.write_bytes(bytes(budget._PIECE * 2 + 5))
     cpu = torch.device("cpu")
-    assert bandwidth.memory_bandwidth(cpu, 1) > 1e6
-    assert bandwidth.copy_bandwidth(cpu, 1) > 1e6
-    found = bandwidth.disk_bandwidth([file])
+    assert budget.memory_bandwidth(cpu, 1) > 1e6
+    assert budget.copy_bandwidth(cpu, 1) > 1e6
+    found = budget.disk_bandwidth([file])
     assert found is None or found > 1e3  # None on a file system in memory
-    assert bandwidth.disk_bandwidth([file], most=100) is None
+    assert budget.disk_bandwidth([file], most=100) is None
 
 
 def test_training_on_a_card_that_is_not_here(run, folder):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.memory import free, use
-from headway.memory.free import CONTEXT_BYTES, free_bytes
+from headway.memory import use
+from headway.memory.use import CONTEXT_BYTES, free_bytes
 from headway.offload.placement import budget
 from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
@@ -55,7 +55,7 @@ def machine(monkeypatch):
 
 def test_a_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(free, "_load", lambda: driver)
+    monkeypatch.setattr(use, "_load", lambda: driver)
     found = budget._measured(CUDA)
     assert machine.contexts == {3}
     assert found[3] == (80 - 3) * GIB + GIB  # by its own word, and what the cache holds
@@ -64,16 +64,16 @@ def test_a_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatc
 
 
 def test_nor_does_a_look_at_every_device(machine, monkeypatch):
-    monkeypatch.setattr(free, "_load", Driver)
+    monkeypatch.setattr(use, "_load", Driver)
     found = [use._device(CUDA, torch.device("cuda", index)) for index in range(8)]
     assert machine.contexts == {3}
     assert (found[1].total, found[1].free) == (80 * GIB, 68 * GIB)
 
 
 def test_without_the_drivers_library_cuda_is_asked(machine, monkeypatch):
-    monkeypatch.setattr(free, "_load", lambda: None)
+    monkeypatch.setattr(use, "_load", lambda: None)
     assert free_bytes(CUDA, torch.device("cuda", 0)) == 77 * GIB
-    monkeypatch.setattr(free, "_load", lambda: Driver(unknown=("1",)))
+    monkeypatch.setattr(use, "_load", lambda: Driver(unknown=("1",)))
     free_bytes(CUDA, torch.device("cuda", 1))
     free_bytes(CUDA, torch.device("cuda", 2))
     assert machine.contexts == {0, 1}
@@ -91,6 +91,6 @@ def test_a_module_that_counts_nothing_is_asked_for_what_is_free(monkeypatch):
 
 
 def test_the_real_library_is_missing_here_or_answers(machine):
-    assert free._load() is None or isinstance(free._load(), ctypes.CDLL)
+    assert use._load() is None or isinstance(use._load(), ctypes.CDLL)
     machine.get_device_properties = lambda device: None  # as of a kind that has no ids
-    assert free._told_by_driver(CUDA, torch.device("cuda", 0)) is None
+    assert use._told_by_driver(CUDA, torch.device("cuda", 0)) is None

@@ -6,7 +6,7 @@ import torch
 
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import DEVICES, Device, find, look_up, name_of
-from headway.memory.free import free_address_space, free_bytes
+from headway.memory.use import free_address_space, free_bytes
 from headway.runtime.device import Hardware
 
 _USABLE = 0.75

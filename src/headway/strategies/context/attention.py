@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from headway.common.optional import Later
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
-from headway.strategies.blocks import extend
 from headway.strategies.context import sequences
+from headway.strategies.parts import extend
 from headway.strategies.tensor.crossings import SplitAxis
 
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]

@@ -27,12 +27,12 @@ from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives import tree
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.blocks import find_blocks
 from headway.strategies.context import attention, sequences
 from headway.strategies.context import check as context_check
 from headway.strategies.context.attention import RING_STEP, WholeSequenceAttention, put_in, take_out
 from headway.strategies.context.sequences import LabelledCall, SplitLabels
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.parts import find_blocks
 from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings
 from headway.strategies.tensor.crossings import SplitAxis

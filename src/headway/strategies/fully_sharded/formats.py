@@ -24,8 +24,8 @@ from headway.config.engines import Float8Options
 from headway.config.parallelism import ShardingOptions
 from headway.errors import StateError, UnsupportedError
 from headway.log import get_logger
-from headway.strategies.blocks import holders_of
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.parts import holders_of
 from headway.weights.shards import dtype_name
 
 fsdp = Later("torch.distributed.fsdp")

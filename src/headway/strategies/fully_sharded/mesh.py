@@ -30,9 +30,16 @@ from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import dtensors, formats, fsdp_state, values
+from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.units import ShardingUnits, check_whole, find_units
+from headway.strategies.fully_sharded.units import (
+    ShardingUnits,
+    check_initialisers,
+    check_whole,
+    fill,
+    find_units,
+    is_without_memory,
+)
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
@@ -164,7 +171,7 @@ class MeshStrategy(Strategy):
         Raises:
             PrepareError: one does not.
         """
-        values.check_initialisers(model)
+        check_initialisers(model)
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
@@ -218,7 +225,7 @@ class MeshStrategy(Strategy):
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
         check_whole(model)
-        lacks_values = values.is_without_memory(model)
+        lacks_values = is_without_memory(model)
         lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
         if len(set(lacking)) > 1:
             ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
@@ -231,7 +238,7 @@ class MeshStrategy(Strategy):
                 "build it with its values on each rank"
             )
         if lacks_values:
-            values.check_initialisers(model)  # of buffers, too
+            check_initialisers(model)  # of buffers, too
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
@@ -252,7 +259,7 @@ class MeshStrategy(Strategy):
         if num_wrapped:
             formats.scale_before_forward(model)
         if lacks_values:
-            largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
+            largest = fill(model, inner, self.everyone.runtime.device, self.everyone)
             log.info(
                 "%s was initialised unit by unit; the largest unit takes %s",
                 type(model).__name__,

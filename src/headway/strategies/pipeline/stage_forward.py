@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import is_fake
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import Tree, leaves, map_tensors, structure, tensors
-from headway.strategies.blocks import extend
+from headway.strategies.parts import extend
 from headway.strategies.pipeline.stages import StageSplit
 
 log = get_logger(__name__)

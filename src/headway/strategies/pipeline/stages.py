@@ -18,7 +18,7 @@ from headway.config.mesh import Layout
 from headway.config.parallelism import PipelineOptions
 from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.blocks import find_blocks
+from headway.strategies.parts import find_blocks
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 from headway.weights.shards import TensorSpec
 

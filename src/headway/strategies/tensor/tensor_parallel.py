@@ -20,8 +20,8 @@ from headway.common.optional import Later
 from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.blocks import holders_of
 from headway.strategies.fully_sharded import dtensors
+from headway.strategies.parts import holders_of
 from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import calls, plans, styles
 from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.memory.free import free_bytes
 from headway.memory.monitor import PeakReader
+from headway.memory.use import free_bytes
 from headway.runtime.collectives.cut import slice_bounds
 from headway.runtime.device import Hardware
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost
+from headway.strategies.parts import BARE_CLASS, find_blocks, outermost
 from headway.training.prepared.model import reduce_to_bare
 from headway.training.transforms.activation_offload import offloading
 

@@ -23,7 +23,7 @@ from headway.common.optional import available
 from headway.config.engines import TorchDynamoPlugin
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
-from headway.strategies.blocks import find_blocks
+from headway.strategies.parts import find_blocks
 
 log = get_logger(__name__)
 

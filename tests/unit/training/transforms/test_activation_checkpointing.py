@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, HeadwayError, StateError
-from headway.strategies.blocks import find_blocks
+from headway.strategies.parts import find_blocks
 from headway.training.transforms.activation_checkpointing import CheckpointedBlock
 
 
