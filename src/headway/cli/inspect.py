@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from headway.checkpoint.format.foreign import checkpoints_in, explain
-from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
+from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLE, Manifest, read_manifest
 from headway.cli.options import GroupedCommand, option
 from headway.common.text import format_bytes
 from headway.common.untrusted import printable
@@ -46,9 +46,7 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
         for name, target in manifest.aliases.items():
             click.echo(printable(f"  {name}  tied to {target}"))
     if verify:
-        click.echo(
-            f"verified: all {len(manifest.files)} files are as they were written, by their {TITLES[manifest.algorithm]}"
-        )
+        click.echo(f"verified: all {len(manifest.files)} files are as they were written, by their {TITLE}")
 
 
 def listing(parent: Path) -> list[str]:
@@ -84,6 +82,5 @@ def summary(manifest: Manifest) -> list[str]:
     width = max(map(len, kinds), default=0)
     for kind, (num, values, size) in kinds.items():
         lines.append(f"{kind:{width}}  {num} tensor{'s' if num > 1 else ''}, {values:,} values, {format_bytes(size)}")
-    title = TITLES[manifest.algorithm]
-    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {title}")
+    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {TITLE}")
     return lines

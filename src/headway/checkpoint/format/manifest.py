@@ -11,8 +11,7 @@ tensor::
        "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
 
 The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
-write a fitting manifest as well, whatever the algorithm. Version 1 had the SHA-256 of each whole file, and is read and verified.
-Pieces let several threads read one file.
+write a fitting manifest as well, whatever the algorithm. Pieces let several threads read one file.
 
 Version 3 has grids (`boxes.Grid`): tensors that many ranks wrote, each a box of a regular split. A checkpoint without any is written
 as version 2, which older releases read.
@@ -45,8 +44,8 @@ from headway.errors import CheckpointError
 T = TypeVar("T")
 
 FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
-ALGORITHM = "xxh3_128"
-"""What new files are hashed with."""
+ALGORITHM, TITLE = "xxh3_128", "XXH3-128"
+"""What files are hashed with."""
 
 PIECE = 16 * 2**20
 """Bytes of a file that have a hash of their own."""
@@ -55,8 +54,6 @@ MAX_BYTES = 256 * 2**20
 """The longest manifest that is written or read: it is parsed in memory, of which it takes a multiple."""
 
 _MAX_AXES, _MAX_CUT = 64, 6
-TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
-_BY_VERSION = {1: "sha256", 2: ALGORITHM, 3: ALGORITHM}
 _NAMES_BY_BYTES = {
     16: "complex128",
     8: "float64 int64 uint64 complex64",
@@ -76,22 +73,17 @@ class WrittenFile:
     Attributes:
         name: in its folder.
         num_bytes: its length.
-        digests: of each piece of its bytes, in hexadecimal; by SHA-256 one, of the whole file.
-        algorithm: which made them: "xxh3_128" or "sha256".
+        digests: of each piece of its bytes, in hexadecimal.
     """
 
     name: str
     num_bytes: int
     digests: tuple[str, ...]
-    algorithm: str = ALGORITHM
 
     def pieces(self) -> list[tuple[int, int, str]]:
         """(where it begins, its length, its hash) of each piece."""
-        size = PIECE if self.algorithm == ALGORITHM else max(1, self.num_bytes)
-        return [
-            (start, min(size, self.num_bytes - start), digest)
-            for start, digest in zip(range(0, max(1, self.num_bytes), size), self.digests)
-        ]
+        starts = range(0, max(1, self.num_bytes), PIECE)
+        return [(start, min(PIECE, self.num_bytes - start), digest) for start, digest in zip(starts, self.digests)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class Manifest:
         """
         content = {
             "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
-            "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
+            "files": {name: {"bytes": w.num_bytes, ALGORITHM: list(w.digests)} for name, w in self.files.items()},
             "aliases": dict(self.aliases),
             "state": dict(self.state),
             "about": dict(self.about),
@@ -177,10 +169,9 @@ class Manifest:
             if not isinstance(whole, dict) or whole.get("format") != FORMAT:
                 raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
             version = whole.get("version")
-            if type(version) is not int or version not in _BY_VERSION:
+            if type(version) is not int or version not in (VERSION, VERSION_WITH_GRIDS):
                 raise CheckpointError(
-                    f"{where} is of version {version!r} of the format; this Headway reads versions "
-                    + " and ".join(map(str, _BY_VERSION))
+                    f"{where} is of version {version!r} of the format; this Headway reads versions {VERSION} and {VERSION_WITH_GRIDS}"
                 )
             content = whole.get("content")
             if _digest(content) != whole.get("sha256"):
@@ -190,11 +181,6 @@ class Manifest:
             raise
         except (*UNREADABLE, RecursionError) as error:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
-
-    @property
-    def algorithm(self) -> str:
-        """What the files were hashed with."""
-        return _BY_VERSION[self.version]
 
     @property
     def sha256(self) -> str:
@@ -213,8 +199,7 @@ def _digest(content: Any) -> str:
 
 
 def _read_content(content: Any, version: int) -> Manifest:
-    algorithm = _BY_VERSION[version]
-    files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
+    files = {_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
     grids = ChunkGridReader(files) if version >= VERSION_WITH_GRIDS else None
     tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
     _check_room(tensors, files)
@@ -230,18 +215,12 @@ def _read_content(content: Any, version: int) -> Manifest:
     return Manifest(tensors, files, aliases, state, about, version)
 
 
-def _hashes(written: WrittenFile) -> dict[str, Any]:
-    is_whole = written.algorithm == "sha256"
-    return {written.algorithm: written.digests[0] if is_whole else list(written.digests)}
-
-
-def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> WrittenFile:
-    num_bytes, found = read_count(entry["bytes"]), entry[algorithm]
-    digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
-    num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
+def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
+    num_bytes, found = read_count(entry["bytes"]), entry[ALGORITHM]
+    digests, num_pieces = tuple(found) if isinstance(found, list) else (), max(1, -(-num_bytes // PIECE))
     if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
         raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
-    return WrittenFile(name, num_bytes, digests, algorithm)
+    return WrittenFile(name, num_bytes, digests)
 
 
 def _read_entry(

@@ -3,7 +3,6 @@
 Files are read, not mapped: a bad sector of a mapped file would end the process, where reading gives an error.
 """
 
-import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
-from headway.checkpoint.format.manifest import TITLES, Manifest, WrittenFile
+from headway.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.checkpoint.format.tensors import check_spec
 from headway.checkpoint.format.values import dtype_named
 from headway.common.untrusted import open_regular
@@ -137,7 +135,7 @@ def _read_piece(
     path: Path, written: WrittenFile, piece: tuple[int, int, str], places: Sequence[ReadBuffer], is_verified: bool
 ) -> None:
     start, length, wanted = piece
-    digest: Any = hashlib.sha256() if written.algorithm == "sha256" else xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     try:
         with open_regular(path) as file:
             for offset, view in _targets(start, start + length, places):
@@ -150,7 +148,7 @@ def _read_piece(
     if is_verified and digest.hexdigest() != wanted:
         raise CheckpointError(
             f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those that were written "
-            f"({TITLES[written.algorithm]} differs)"
+            f"({TITLE} differs)"
         )
 
 
