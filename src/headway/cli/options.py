@@ -1,4 +1,4 @@
-"""Command-line options made from the settings table, and a help page that groups them."""
+"""Command-line options made from the fields of `config/launch.py`, and a help page that groups them."""
 
 from collections.abc import Mapping
 from typing import Any

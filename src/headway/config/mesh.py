@@ -1,4 +1,4 @@
-"""Layouts: along which axes a model and its data are spread over the ranks, and how many ranks each axis takes. Torch-free.
+"""Layouts and their words (`fsdp+tp=2`): along which axes a model and its data are spread, over how many ranks each. Torch-free.
 
 ::
 

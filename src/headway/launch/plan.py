@@ -12,7 +12,7 @@ from headway.config.launch import DEFAULT_GRACE, SETTINGS
 from headway.config.load import Resolved, payload
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
-from headway.launch import spread, stand_in
+from headway.launch import layouts, stand_in
 from headway.launch.clusters import Cluster, ClusterTask, check_agreement
 from headway.launch.machine import VISIBLE, Machine
 
@@ -156,7 +156,7 @@ def make(
     task = cluster.task if cluster is not None else None
     num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
-    layout = spread.layout(resolved, num_machines, num_local)
+    layout = layouts.layout(resolved, num_machines, num_local)
     threads = _threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = None if resolved.get("cpu", False) else machine.torch_device
@@ -182,8 +182,8 @@ def make(
     removals = tuple(name for name in inherited if name in environment and name not in additions)
     is_silent = task is not None and task.rank > 0
     banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, threads, layout)
-    notes = (*notes, *_notes(resolved, argv), *spread.check_options(resolved, layout))
-    notes += spread.after_losses(resolved, layout, num_machines, num_local)
+    notes = (*notes, *_notes(resolved, argv), *layouts.check_options(resolved, layout))
+    notes += layouts.after_losses(resolved, layout, num_machines, num_local)
     return LaunchPlan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 
@@ -452,12 +452,12 @@ def _banner(
     what = f"{world_size} process{'es' if world_size > 1 else ''} on {device}"
     if num_machines > 1:
         what += f", {num_local} on each of {num_machines} machines (this is machine {resolved.get('machine_rank', 0)})"
-    parts = [what, *spread.in_words(resolved, layout)]
+    parts = [what, *layouts.in_words(resolved, layout)]
     precision, steps = resolved.get("mixed_precision"), resolved.get("gradient_accumulation_steps")
     if precision is not None:
         parts.append(f"precision {precision} ({resolved.origin('mixed_precision')})")
     if world_size > 1 or steps is not None:
-        factors = ["micro-batch", spread.data_shards(world_size, layout)]
+        factors = ["micro-batch", layouts.data_shards(world_size, layout)]
         factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")
         parts.append("global batch = " + " x ".join(factors))
     if threads.number is not None:

@@ -38,8 +38,8 @@ from headway.launch.agent.records import PreemptedRun, find_preempted
 from headway.launch.machine import MemoryWatch
 from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
-from headway.launch.watch.machine import GRACE as HANG_GRACE
-from headway.launch.watch.machine import HangWatch, Worker
+from headway.launch.watch.hang_watch import GRACE as HANG_GRACE
+from headway.launch.watch.hang_watch import HangWatch, Worker
 from headway.log import silence_elastic
 from headway.runtime import pulse
 from headway.runtime.control_plane.store import SealedStore

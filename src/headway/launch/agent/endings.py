@@ -17,7 +17,7 @@ from headway.common.traces import plain, shorten_crash
 from headway.errors import PREEMPTED
 from headway.launch.agent.records import RankExit
 from headway.launch.watch import judge
-from headway.launch.watch.machine import Hang
+from headway.launch.watch.hang_watch import Hang
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from headway.common import env
 from headway.launch.agent.records import RankExit, read_record
 from headway.launch.plan import AgentOrder
-from headway.launch.watch.machine import progress
+from headway.launch.watch.hang_watch import progress
 from headway.runtime import pulse
 
 DEADLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

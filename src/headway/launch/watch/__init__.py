@@ -7,6 +7,6 @@ def start() -> None:
     """Watch this process, unless an agent does, it is alone, or its timeout has no end; until its runtime ends."""
     runtime = process.current()
     if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.FOR_EVER:
-        from headway.launch.watch import machine  # one process, and one that an agent watches, needs none of it
+        from headway.launch.watch import hang_watch
 
-        machine.start(runtime)
+        hang_watch.start(runtime)

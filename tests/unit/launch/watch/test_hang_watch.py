@@ -7,7 +7,7 @@ import pytest
 
 from headway.checkpoint.saving import writer
 from headway.launch.agent.endings import HangReport
-from headway.launch.watch.machine import HangWatch, Worker, progress
+from headway.launch.watch.hang_watch import HangWatch, Worker, progress
 from headway.launch.watch.views import encode
 from headway.runtime import pulse
 
