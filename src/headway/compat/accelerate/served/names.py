@@ -89,7 +89,7 @@ MODULES = frozenset(_MODULES.split())
 Not among them: `accelerator` and `tracking`, which Headway has itself.
 """
 
-_DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
+_DISPATCHED = "check_device_map cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
     "AcceleratedOptimizer": ("headway.compat.accelerate.prepared", "AcceleratedOptimizer"),

@@ -32,9 +32,10 @@ _BY_FILE = {
         convert_dict_to_env_variables disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
         get_active_deepspeed_plugin
     """,
+    "modules.sizes": "compute_module_sizes compute_module_total_buffer_size dtype_byte_size get_balanced_memory",
     "modules.module_parts": """
-        check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_total_buffer_size
-        get_module_size_with_ties get_parameter_device get_state_dict_from_offload
+        check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device get_module_size_with_ties
+        get_parameter_device get_state_dict_from_offload
         check_device_same filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers
         get_module_leaves get_non_persistent_buffers get_state_dict_offloaded_model has_ao_layers has_repeated_blocks
         is_repeated_blocks
