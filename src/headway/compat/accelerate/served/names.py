@@ -26,9 +26,9 @@ _BY_PLACE = {
     """,
     "headway.compat.accelerate.layouts": "DistributedType PrecisionType RNGType",
     "headway.compat.accelerate.recipes": "MegatronLMPlugin",
+    "headway.compat.accelerate.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "headway.compat.accelerate.plugins": """
-        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig TorchTensorParallelConfig
-        TorchTensorParallelPlugin
+        DeepSpeedSequenceParallelConfig ParallelismConfig TorchTensorParallelConfig TorchTensorParallelPlugin
     """,
     "headway.compat.accelerate.data.exchange": """
         broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce
@@ -96,6 +96,7 @@ AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "AcceleratedScheduler": ("headway.compat.accelerate.prepared", "AcceleratedScheduler"),
     "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
     "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
+    "compile_regions_fsdp2": ("headway", "compile_regions"),
     "find_executable_batch_size": ("headway.compat.accelerate.data.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.modules.dispatched", name) for name in _DISPATCHED.split()},
     **PLACES,

@@ -10,7 +10,7 @@ _BY_FILE = {
     """,
     "launching.commands": """
         ClusterConfig convert_config_to_fsdp2 default_config_file default_json_config_file default_yaml_config_file launch_command
-        launch_command_parser load_config_from_file main
+        launch_command_parser load_config_from_file main to_fsdp2_command to_fsdp2_command_parser
     """,
     "constants": """
         BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
@@ -26,6 +26,7 @@ _BY_FILE = {
     "launching.gpus": """
         check_cuda_fp8_capability check_cuda_p2p_ib_support get_current_device_type get_driver_version get_free_port get_gpu_info
     """,
+    "files.sharded": "fsdp2_prepare_model",
     "modules.greedy_map": "infer_auto_device_map",
     "modules.half": "ConvertOutputsToFp32 get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager",
     "launching.launch_words": """
