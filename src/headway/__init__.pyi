@@ -14,6 +14,7 @@ from headway.compat.accelerate.data.exchange import gather as gather
 from headway.compat.accelerate.data.exchange import gather_object as gather_object
 from headway.compat.accelerate.data.exchange import pad_across_processes as pad_across_processes
 from headway.compat.accelerate.data.exchange import reduce as reduce
+from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from headway.compat.accelerate.launching.environment import clear_environment as clear_environment
 from headway.compat.accelerate.launching.environment import patch_environment as patch_environment
 from headway.compat.accelerate.launching.environment import tqdm as tqdm
@@ -41,7 +42,6 @@ from headway.compat.accelerate.modules.models import load as load
 from headway.compat.accelerate.modules.models import save as save
 from headway.compat.accelerate.modules.models import set_module_tensor_to_device as set_module_tensor_to_device
 from headway.compat.accelerate.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from headway.compat.accelerate.plugins import ParallelismConfig as ParallelismConfig
 from headway.compat.accelerate.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
 from headway.compat.accelerate.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin

@@ -386,3 +386,28 @@ def test_a_bar_on_one_process_of_a_machine(results):
     theirs, ours = results["bars"]
     assert ours == theirs
     assert [each[0][0] for each in ours] == [False, True][: len(ours)]
+
+
+def sharded_by_its_function():
+    from headway.compat.accelerate.accelerator import AccelerateAccelerator
+    from headway.compat.accelerate.files.sharded import fsdp2_prepare_model
+    from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    accelerator = AccelerateAccelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    x = torch.ones(3, 4)
+    before = model(x)
+    made = fsdp2_prepare_model(accelerator, model)
+    plugin = accelerator.state.fsdp_plugin
+    mesh = import_module("headway").ParallelismConfig(dp_shard_size=2).build_device_mesh("cpu")
+    assert [mesh[joint].size() for joint in ("dp", "dp_shard_cp", "dp_cp")] == [2, 2, 2]
+    return (
+        [type(each).__name__ for each in made.parameters()], fsdp2_prepare_model(accelerator, made) is made,
+        torch.allclose(before, made(x)), plugin.fsdp_version, str(plugin.state_dict_type), type(plugin.cpu_offload).__name__,
+    )  # fmt: skip
+
+
+def test_a_model_is_sharded_by_accelerates_function_and_a_plugin_of_version_one():
+    wanted = (["DTensor"] * 4, True, True, 2, "StateDictType.FULL_STATE_DICT", "OffloadPolicy")
+    assert run_ranks(sharded_by_its_function, 2) == [wanted] * 2

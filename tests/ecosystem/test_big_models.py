@@ -50,15 +50,9 @@ def test_lora_on_a_model_on_disk_which_only_headway_trains_and_merges(both):
     assert {name: on_disk[0][name] for name in names} == {name: in_memory[0][name] for name in names}
 
 
-def test_maps_are_valid_and_accelerates_own(both):
-    """Every other case has balanced budgets, which are Headway's (docs/accelerate_name.md), so its map may be another one."""
+def test_maps_are_accelerates_own(both):
     sides = both.run("device_maps")
-    theirs, ours = sides.accelerate[0], sides.headway[0]
+    assert set(sides.differences().values()) == {0.0}, sides.differences()
     for kind in ("host alone", "accelerators"):
         for fault in ("over budget", "blocks apart"):
-            assert set(ours[f"{kind}: {fault}"]) == {0.0}, fault
-        assert set(ours[f"{kind}: budgets within limits"]) == {1.0}
-        for where in ("on accelerators", "not on disk"):
-            assert ours[f"{kind}: {where}"]
-            assert ours[f"{kind}: {where}"][::2] == theirs[f"{kind}: {where}"][::2], where
-            assert sum(ours[f"{kind}: {where}"]) >= 0.95 * sum(theirs[f"{kind}: {where}"]), where
+            assert set(sides.headway[0][f"{kind}: {fault}"]) == {0.0}, fault

@@ -301,3 +301,40 @@ def offloading_a_state_dict():
 def maximum_memory():
     """get_max_memory converts words."""
     return modeling.get_max_memory({0: "1MB", "cpu": "2MiB"})
+
+
+def loading_by_words():
+    """device_map="auto" and its like, with more than the host may take."""
+    _enter_own_folder()
+    torch.save(_Blocks().state_dict(), "pytorch_model.bin")
+    maps = []
+    for word in ("auto", "balanced", "balanced_low_0", "sequential"):
+        with init_empty_weights():
+            net = _Blocks()
+        made = load_checkpoint_and_dispatch(
+            net, ".", device_map=word, max_memory={"cpu": 900}, offload_folder=f"off_{word}", dtype=torch.float16
+        )
+        maps.append(dict(made.hf_device_map))
+    return maps
+
+
+def a_map_with_a_name_too_many():
+    """Of a layer that the model does not have."""
+    net = dispatch_model(_Blocks(1), {"embed": "cpu", "layers": "cpu", "norm": "cpu", "head": "cpu", "tail": "cpu"})
+    return list(net(torch.ones(2, 8)).shape), list(net.hf_device_map)
+
+
+def balanced_budgets():
+    """get_balanced_memory, whose devices need not be here."""
+    return [
+        modeling.get_balanced_memory(_Blocks(tied=True), {0: 3000, 1: 3000, 2: 3000, "cpu": 10000}, whole, low_zero=low)
+        for whole in (None, ["Linear"])
+        for low in (False, True)
+    ]
+
+
+def sizes_of_masks():
+    """A truth value counts an eighth of a byte."""
+    net = _Blocks(1)
+    net.register_buffer("mask", torch.ones(12, dtype=torch.bool))
+    return modeling.compute_module_sizes(net)["mask"], modeling.compute_module_sizes(net)[""]

@@ -23,10 +23,10 @@ from headway.compat.accelerate.data.exchange import gather_and_cut
 from headway.compat.accelerate.data.loading import AccelerateRules
 from headway.compat.accelerate.data.metrics import is_per_sample
 from headway.compat.accelerate.files.checkpoints import Reader, Writer, is_accelerates, newest_in
+from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
-from headway.compat.accelerate.state import AcceleratorState
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.data.loader import PreparedLoader
@@ -41,7 +41,6 @@ log = get_logger(__name__)
 
 _UNSET: Any = object()
 _SAID = "ACCELERATE_"
-STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
 """The variable in which Accelerate's launcher says how to write sharded weights: whole, or a part from each rank."""
 PREEMPTION = "HEADWAY_PREEMPTION"
 """The variable that lets a signal or a deadline save, for scripts that start from what `load_state` gives alone."""
@@ -143,6 +142,8 @@ class AccelerateAccelerator(Accelerator):
                 env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS") or gradient_accumulation_steps
             )
         mixed_precision = mixed_precision or _said("MIXED_PRECISION")
+        if fsdp_plugin is None and env.get_bool(f"{_SAID}USE_FSDP"):
+            fsdp_plugin = FullyShardedDataParallelPlugin()
         if parallelism_config is None and env.get_bool(f"{_SAID}USE_PARALLELISM_CONFIG"):
             parallelism_config = ParallelismConfig()
         self._project = ""
@@ -175,9 +176,6 @@ class AccelerateAccelerator(Accelerator):
         )
         self._remember(rng_types, log_with, kwargs_handlers)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        plugin = AcceleratorState(_run=self._run).fsdp_plugin
-        if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
-            plugin.set_state_dict_type(named)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._given), ()

@@ -1,120 +1,19 @@
 """Accelerate's dataclasses for layouts: the same names, fields and checks; each says by itself what it asks for."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
 from headway.common import env
 from headway.common.optional import Later
-from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
+from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from headway.compat.accelerate.launching.layout_words import read_size
 from headway.config.layout_choice import ResolvedLayout
 from headway.config.layout_request import LayoutRequest, TorchContextParallelConfig
 from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError
 
 meshes = Later("torch.distributed.device_mesh")
-
-
-@dataclass
-class FullyShardedDataParallelPlugin:
-    """Options of a sharded layout by Accelerate's names. Both versions of its keys are read; FSDP2 is what runs.
-
-    A field that is None decides nothing: the launcher's flags and the config file may. `headway.ShardingOptions` has more.
-
-    Attributes:
-        fsdp_version: 1 or 2, by which the other fields are read; 2 from then on.
-        sharding_strategy: version 1's "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2".
-        reshard_after_forward: free a block's whole parameters between forward and backward; or a word as above.
-        cpu_offload: shards, gradients and optimizer state lie in host memory.
-        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or one of torch's policies.
-        transformer_cls_names_to_wrap: class names of the blocks.
-        min_num_params: parameters from which a module is gathered on its own.
-        mixed_precision_policy: "bf16", "fp16", "fp32", a dict of dtypes, or torch's MixedPrecisionPolicy.
-        activation_checkpointing, activation_checkpointing_offload: compute activations of blocks again; keep their inputs in
-            host memory.
-        state_dict_type, state_dict_config, optim_state_dict_config: change nothing: checkpoints are sharded, `save_model`
-            writes whole weights. Accelerate's `save_fsdp_model` goes by the first.
-        backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
-            cpu_ram_efficient_loading: change nothing: FSDP2 and prepare() do what they ask for.
-        ignored_modules, param_init_fn: refused by the Accelerator.
-
-    Raises:
-        ConfigError: a value that the field cannot have.
-    """
-
-    argument: ClassVar[str] = "fsdp_plugin"
-
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: str | Callable[..., Any] | None = None
-    cpu_offload: Any = None
-    ignored_modules: Iterable[Any] | str | None = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Callable[..., Any] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | str | None = None
-    min_num_params: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.activation_checkpointing_offload and not self.activation_checkpointing:
-            raise ConfigError("activation_checkpointing_offload=True needs activation_checkpointing=True; give both")
-        word = self.reshard_after_forward
-        is_second = self.fsdp_version == 2 and self.sharding_strategy is None
-        if is_second and isinstance(word, str) and word.lower() not in ("true", "false"):
-            raise ConfigError(
-                f"reshard_after_forward={word!r} is a value of FSDP1; with fsdp_version=2 give True or False"
-            )
-        self._given = {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if getattr(self, each.name) is not None and (each.name != "limit_all_gathers" or not self.limit_all_gathers)
-        }
-        said = self._read(type(self).__name__, LayoutRequest()).settings
-        self.fsdp_version = 2
-        self.state_dict_type = _word(self.state_dict_type) or "SHARDED_STATE_DICT"
-        self.reshard_after_forward = bool(said.get("fsdp_reshard_after_forward", (True, ""))[0])
-        self.cpu_offload = bool(said.get("fsdp_offload_params", (False, ""))[0])
-        self.activation_checkpointing = bool(self.activation_checkpointing)
-        self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
-
-    def request_layout(self, request: LayoutRequest) -> None:
-        """Ask for what the fields that were given say."""
-        self._read(self.argument, request)
-
-    def _read(self, name: str, into: LayoutRequest) -> LayoutRequest:
-        """What the fields that were given say, each under `name.field`."""
-        into.use_shards(name)
-        for each, value in self._given.items():
-            read_fsdp(into, each.removeprefix("fsdp_"), value, f"{name}.{each}")
-        return into
-
-    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Keep the word: checkpoints stay sharded, `save_model` and `get_state_dict` give whole weights."""
-        self.state_dict_type = _word(state_dict_type) or self.state_dict_type
-
-    def set_auto_wrap_policy(self, model: Any) -> None:
-        """Nothing to do: blocks are found when a model is prepared."""
-
-    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Say the policy, before the Accelerator is built; one that was given stays unless `override`."""
-        if override or "mixed_precision_policy" not in self._given:
-            self.mixed_precision_policy = self._given["mixed_precision_policy"] = mixed_precision
-
-
-def _word(value: Any) -> str | None:
-    return None if value is None else str(getattr(value, "name", value)).upper()
 
 
 @dataclass
@@ -328,7 +227,7 @@ class ParallelismConfig:
         return tuple(zip(*((name, self.sizes[name]) for name in names)))
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """torch's device mesh of these sizes; all processes call it. None where every size is 1.
+        """torch's device mesh of these sizes, with its joint axes; all processes call it. None where every size is 1.
 
         Args:
             device_type: such as "cuda".
@@ -336,7 +235,11 @@ class ParallelismConfig:
         if not (mesh := self._get_mesh()):
             return None
         names, sizes = mesh
-        return meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        made = meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        for joint in ("dp", "dp_shard_cp", "dp_cp"):
+            if axes := getattr(self, f"{joint}_dim_names"):
+                made[tuple(axes)]._flatten(joint)
+        return made
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """The same, made once.

@@ -25,6 +25,13 @@ class CountedWindows(AccumulationWindows):
         self.step = 0 if is_end else self.step + 1
         return self.step % self.num_steps == 0
 
+    def begin_alone(self) -> AccumulationWindow:
+        """A backward outside any micro-batch lets step() act where the micro-batch before it did."""
+        is_due = self.is_due
+        window = super().begin_alone()
+        self._is_held = not is_due
+        return window
+
     def set_due(self, is_due: bool) -> None:
         """Let step() and zero_grad() act or wait; in a block, the micro-batch in hand ends its window."""
         super().set_due(is_due)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import (
@@ -101,6 +101,8 @@ class MappedFeed:
         self._is_seeded = has_workers and not is_alone and not leaves_workers
         self._is_given = self._is_alone or leaves_workers
         self._reads_ahead = reads_ahead and not has_workers
+        # torch's shuffling draws once more at its end, which must not be looked for while another batch is in hand.
+        self._is_counted = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
         self._draws_at_once = has_workers or len(ranks) > 1
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
@@ -197,7 +199,7 @@ class MappedFeed:
     def _shares(self, begun: EpochStart, seed: int) -> Iterator[RankBatch]:
         split, position = self.split, begun.consumed
         goes_on = iter(() if self._rng_states is None else self._rng_states.to_send())
-        for chunk, is_last in mark_last(begun.rounds):
+        for chunk, is_last in self._marked(begun):
             num_samples = split.count_samples(chunk)
             for rank in self.ranks:
                 indices, counts = split.share(chunk, rank, begun.opening)
@@ -206,6 +208,17 @@ class MappedFeed:
                     indices = self._seeded(indices, seed, position + split.offset(chunk, rank))
                 yield RankBatch(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
             position += num_samples
+
+    def _marked(self, begun: EpochStart) -> Iterator[tuple[Any, bool]]:
+        """Each round with whether it is the last."""
+        split, position = self.split, begun.consumed
+        if not self._is_counted or not isinstance(split, SampleSplit):
+            yield from mark_last(begun.rounds)
+            return
+        first_of_last = (len(self) - 1) * split.round_size
+        for chunk in begun.rounds:
+            yield chunk, position >= first_of_last
+            position += len(chunk)
 
     def _continued(self, indices: Any, rng_states: str | None) -> Any:
         if rng_states is None:

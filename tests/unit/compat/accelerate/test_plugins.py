@@ -1,11 +1,18 @@
 """Layouts that are not there yet: one clear error, and what is fine today."""
 
+from dataclasses import fields
+
 import accelerate
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, ShardingStrategy, StateDictType
 
 import headway
 from headway import Accelerator
+from headway.common import env
+from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.config.engines import TorchDynamoPlugin
 from headway.config.layout_request import LayoutRequest
@@ -84,6 +91,7 @@ def test_names_of_axes_are_the_peers(given):
         "cp_backend",
         "sp_backend",
     ]
+    assert ours._get_mesh() == theirs._get_mesh()
     for name in names:
         assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -104,19 +112,72 @@ def test_one_process_is_not_sharded():
     assert [getattr(accelerator, name) for name in (*ranks, "pipeline_parallel_rank")] == [0] * 5
 
 
-def test_the_plugins_fields_after_it_was_made():
-    plugin = headway.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", fsdp_version=1)
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_offload) == (2, False, False)
-    assert (plugin.state_dict_type, plugin.activation_checkpointing) == ("SHARDED_STATE_DICT", False)
-    plugin.set_state_dict_type("FULL_STATE_DICT")  # before the last save, in many scripts
+WORDS = {
+    "fsdp_version": [1, 2],
+    "sharding_strategy": ["SHARD_GRAD_OP", "hybrid_shard", "3", ShardingStrategy.NO_SHARD],
+    "backward_prefetch": ["BACKWARD_PRE", "no_prefetch", "2", BackwardPrefetch.BACKWARD_POST],
+    "state_dict_type": ["SHARDED_STATE_DICT", "full_state_dict", "1", StateDictType.SHARDED_STATE_DICT],
+    "cpu_offload": [True, False],
+    "auto_wrap_policy": ["transformer_based_wrap", "SIZE_BASED_WRAP", "no_wrap"],
+    "transformer_cls_names_to_wrap": ["A,B"],
+    "min_num_params": [7],
+    "use_orig_params": [True, False],
+    "activation_checkpointing": [True, False],
+    "cpu_ram_efficient_loading": [False],
+    "mixed_precision_policy": ["bf16", "fp32"],
+}
+VARIABLES = {
+    "FSDP_VERSION": ["1", "2"],
+    "FSDP_SHARDING_STRATEGY": ["SHARD_GRAD_OP", "2"],
+    "FSDP_RESHARD_AFTER_FORWARD": ["false", "true"],
+    "FSDP_OFFLOAD_PARAMS": ["true", "false"],
+    "FSDP_BACKWARD_PREFETCH": ["BACKWARD_PRE", "NO_PREFETCH"],
+    "FSDP_STATE_DICT_TYPE": ["FULL_STATE_DICT", "SHARDED_STATE_DICT"],
+    "FSDP_AUTO_WRAP_POLICY": ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ["A,B"],
+    "FSDP_MIN_NUM_PARAMS": ["100"],
+    "FSDP_ACTIVATION_CHECKPOINTING": ["true"],
+    "FSDP_USE_ORIG_PARAMS": ["true"],
+}
+
+
+def some(choices):
+    return st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in choices.items()})
+
+
+@settings(max_examples=200, deadline=None)
+@given(given=some(WORDS), variables=some(VARIABLES), later=st.sampled_from([None, "FULL_STATE_DICT"]))
+def test_the_fields_of_a_sharding_plugin_are_the_peers(given, variables, later):
+    if "sharding_strategy" in given and 2 in (given.get("fsdp_version"), int(variables.get("FSDP_VERSION", 1))):
+        given = {**given, "fsdp_version": 1}  # an error of Accelerate's, which Headway understands
+    with env.patched({**dict.fromkeys(VARIABLES), **variables}):
+        made = [kind(**given) for kind in (accelerate.FullyShardedDataParallelPlugin, FullyShardedDataParallelPlugin)]
+    for each in made:
+        if later:
+            each.set_state_dict_type(later)
+            each.set_mixed_precision("fp16", override=True)
+    theirs, ours = ({field.name: getattr(each, field.name) for field in fields(each)} for each in made)
+    assert str(ours.pop("cpu_offload")) == str(
+        theirs.pop("cpu_offload")
+    )  # policies of version 2 are not equal by value
+    assert ours == theirs
+
+
+def test_a_sharding_plugin_that_was_changed_and_is_used():
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
     plugin.set_auto_wrap_policy(torch.nn.Linear(1, 1))
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
-    plugin.set_mixed_precision("bf16")
     plugin.set_mixed_precision("fp16")
-    assert plugin.mixed_precision_policy == "bf16"
-    plugin.set_mixed_precision("fp16", override=True)
+    plugin.set_mixed_precision("bf16")  # one is there already
+    plugin.cpu_offload = CPUOffload(offload_params=True)
     plugin.request_layout(request := LayoutRequest())
-    assert request.dtypes["param_dtype"] == "fp16"
+    assert request.dtypes["param_dtype"] == torch.float16
+    assert {name: value for name, (value, _) in request.settings.items()} == {
+        "fsdp_reshard_after_forward": False, "fsdp_offload_params": True,
+    }  # fmt: skip
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.backward_prefetch) == (2, False, None)
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    with pytest.raises(ConfigError, match="'HALF' is no StateDictType; allowed: FULL_STATE_DICT"):
+        plugin.set_state_dict_type("HALF")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from headway.compat.accelerate.modules.models import is_peft_model
+from headway.compat.accelerate.modules.models import is_peft_model, model_has_dtensor
 from headway.errors import CheckpointError
 
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
@@ -28,6 +28,16 @@ FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHA
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> Any:
+    """Prepare a model by itself, which shards it; one that is sharded stays as it is.
+
+    Args:
+        accelerator: of a run with shards.
+        model: what is sharded, in place; returned.
+    """
+    return model if model_has_dtensor(model) else accelerator.prepare_model(model)
 
 
 def save_fsdp_model(

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.common import env
+import yaml
+
+from headway.common import atomic, env
 from headway.compat.accelerate.launching.config_file import translate
 from headway.config import files
 from headway.errors import ConfigError
@@ -77,13 +79,42 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """
     section = config.get("fsdp_config") or {}
     if section and section.get("fsdp_version", 1) != 2:
-        kept = {name: value for name, value in section.items() if name not in _LEFT_OUT}
-        for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-            if name in kept:
-                word = kept.pop(name)
-                kept["fsdp_reshard_after_forward"] = _RESHARDS.get(word, word)
+        kept = {}
+        for name, value in section.items():
+            if name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+                kept["fsdp_reshard_after_forward"] = _RESHARDS.get(value, value)
+            elif name not in _LEFT_OUT:
+                kept[name] = value
         config["fsdp_config"] = {**kept, "fsdp_version": 2}
     return config
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate to-fsdp2`, on its own or as one of `subparsers`."""
+    about = "Rewrite a config file by the keys of FSDP version 2"
+    parser: argparse.ArgumentParser = (
+        argparse.ArgumentParser("accelerate to-fsdp2", description=about)
+        if subparsers is None
+        else subparsers.add_parser("to-fsdp2", description=about)
+    )
+    parser.add_argument("--config_file", required=True, help="the file to rewrite")
+    parser.add_argument("--overwrite", action="store_true", help="write it over, or over the file of --output_file")
+    parser.add_argument("--output_file", help="where the rewritten file goes")
+    parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Rewrite a config file as `accelerate to-fsdp2` does.
+
+    Raises:
+        ConfigError: the file does not exist or is empty, or where it should go is not said or taken.
+    """
+    output = Path(args.output_file or args.config_file)
+    if not args.overwrite and (args.output_file is None or output.exists()):
+        raise ConfigError(f"{output} would be written over; name another --output_file, or add --overwrite")
+    found = files.load_mapping(files.read(Path(args.config_file)), args.config_file)
+    atomic.write_text(output, yaml.safe_dump(convert_config_to_fsdp2(found)))
 
 
 def load_config_from_file(config_file: str | None) -> LoadedConfig:
@@ -181,8 +212,15 @@ def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
 def main() -> int:
     """What `accelerate COMMAND` does when Headway stands in for Accelerate; returns the exit code."""
     command, *line = sys.argv[1:] or ["--help"]
+    if command == "to-fsdp2":
+        try:
+            to_fsdp2_command(to_fsdp2_command_parser().parse_args(line))
+        except ConfigError as error:
+            print(f"headway: error: {error}", file=sys.stderr)
+            return 2
+        return 0
     if command not in _COMMANDS:
-        commands = ", ".join(_COMMANDS)
+        commands = ", ".join([*_COMMANDS, "to-fsdp2"])
         print(f"accelerate (served by Headway): no command {command!r}; the commands are {commands}", file=sys.stderr)
         return 2
     return _run(command, line)

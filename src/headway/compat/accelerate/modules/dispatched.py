@@ -6,6 +6,7 @@ Headway's own runtime loads the weights during the forward, ahead of their use.
 """
 
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch import nn
 
 from headway.compat.accelerate.modules.align import AlignDevicesHook
 from headway.compat.accelerate.modules.attach import Hooked, aligned, on_blocks
+from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
+from headway.compat.accelerate.modules.sizes import get_balanced_memory
+from headway.errors import DeviceMapError
 from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
-from headway.offload.placement.budget import Device
-from headway.offload.placement.device_map import check_device_map
+from headway.offload.placement.budget import Device, check_presence
+from headway.offload.placement.device_map import STRATEGIES
 from headway.offload.placement.device_map import main_device as main_device_of
 from headway.offload.placement.sizes import Dtype
 from headway.offload.spread import EXECUTION
@@ -47,16 +51,15 @@ def dispatch_model(
 
     Args:
         device_map: {name of a module or tensor: device}. It is checked by the current value of
-            `accelerate.big_modeling.check_device_map`; tensors that a replaced check allows to be unplaced stay where they are.
+            `accelerate.big_modeling.check_device_map`; tensors that the check lets it leave out stay where they are.
         others: as for `headway.dispatch_model`.
     """
     _clear(model)
     if offload_index is None and offload_dir is not None:
         offload_index = _written_before(model, offload_dir)
-    whole = {**device_map, **_left_out(model, device_map)} if isinstance(device_map, Mapping) else device_map
     dispatch.dispatch_model(
-        model, whole, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys, preload_module_classes,
-        force_hooks,
+        model, _completed(model, device_map), main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
+        preload_module_classes, force_hooks,
     )  # fmt: skip
     if isinstance(device_map, Mapping):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -85,13 +88,23 @@ def load_checkpoint_and_dispatch(
     """Headway's load_checkpoint_and_dispatch; modules show hooks where Accelerate attaches some.
 
     Args:
+        device_map: "auto" and its like give Accelerate's maps.
         others: as for `headway.load_checkpoint_and_dispatch`.
     """
     _clear(model)
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        check_presence(max_memory)
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model, max_memory, no_split_module_classes, dtype, low_zero=device_map == "balanced_low_0"
+            )
+        device_map = infer_auto_device_map(model, max_memory, no_split_module_classes, dtype)
     dispatch.load_checkpoint_and_dispatch(
-        model, checkpoint, device_map, max_memory, no_split_module_classes, offload_folder, offload_buffers, dtype,
-        offload_state_dict, skip_keys, preload_module_classes, force_hooks, strict, full_state_dict, broadcast_from_rank0,
+        model, checkpoint, _completed(model, device_map), max_memory, no_split_module_classes, offload_folder, offload_buffers,
+        dtype, offload_state_dict, skip_keys, preload_module_classes, force_hooks, strict, full_state_dict, broadcast_from_rank0,
     )  # fmt: skip
+    if isinstance(device_map, Mapping):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     if device_map is not None:
         _show(model, None, offload_folder is not None, offload_buffers, skip_keys, preload_module_classes, force_hooks)
     return model
@@ -157,19 +170,43 @@ def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
     return {name: index[name] for name in empty if name in index} or None
 
 
-def _left_out(model: nn.Module, device_map: Mapping[str, Where]) -> dict[str, Where]:
-    """What a map may leave out: libraries replace the check with their own, which allows more."""
+def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
+    """Warn of names that are no submodule's.
+
+    Raises:
+        DeviceMapError: tensors of the state dict that no entry covers.
+    """
+    modules = dict(model.named_modules())
+    if unknown := [name for name in device_map if name not in modules]:
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {unknown}",
+            UserWarning,
+            stacklevel=2,
+        )
+    if missing := [name for name in model.state_dict() if not _is_covered(name, device_map)]:
+        raise DeviceMapError(
+            f"The device_map provided does not give any device for the following parameters: {', '.join(missing)}"
+        )
+
+
+def _completed(model: nn.Module, device_map: Any) -> Any:
+    """A map for Headway, without unknown names and with what the check lets it leave out; libraries replace that check."""
+    if not isinstance(device_map, Mapping):
+        return device_map
     module = sys.modules.get("accelerate.big_modeling")
     check = check_device_map if module is None else module.check_device_map
     check(model, device_map)
-    if check is check_device_map:
-        return {}
-    covered = dict(device_map)
-    return {
+    places, modules = places_of(model), dict(model.named_modules())
+    left_out: dict[str, Where] = {
         name: place.tensor.device if place.tensor.device.type != "meta" else torch.device("cpu")
-        for name, place in places_of(model).items()
-        if not any(prefix in covered for prefix in _prefixes(name))
+        for name, place in places.items()
+        if not _is_covered(name, device_map)
     }
+    return {name: device for name, device in device_map.items() if name in modules or name in places} | left_out
+
+
+def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
+    return any(prefix in device_map for prefix in _prefixes(name))
 
 
 def _prefixes(name: str) -> list[str]:

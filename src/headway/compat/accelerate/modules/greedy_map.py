@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from headway.compat.accelerate.modules.module_parts import get_module_size_with_ties
+from headway.compat.accelerate.modules.sizes import compute_module_sizes
 from headway.log import get_logger
 from headway.offload.placement.budget import Device, get_max_memory
 from headway.offload.placement.device_map import clean_device_map
-from headway.offload.placement.sizes import Dtype, compute_module_sizes, find_tied_parameters, get_max_layer_size
+from headway.offload.placement.sizes import Dtype, find_tied_parameters, get_max_layer_size
 
 log = get_logger(__name__)
 

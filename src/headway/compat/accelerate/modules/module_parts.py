@@ -112,26 +112,6 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def compute_module_total_buffer_size(model: torch.nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    """Bytes of all buffers.
-
-    Args:
-        model: whose.
-        dtype: those of floating point count as of this type; None: as they are.
-        special_dtypes: types by full names, which win.
-    """
-    special = special_dtypes or {}
-    wide = None if dtype is None else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    total = 0
-    for name, buffer in model.named_buffers():
-        own = buffer.dtype
-        kind = special.get(name) or (
-            wide if wide is not None and own.is_floating_point and wide.itemsize < own.itemsize else own
-        )
-        total += buffer.numel() * (getattr(torch, kind) if isinstance(kind, str) else kind).itemsize
-    return total
-
-
 def get_module_size_with_ties(
     tied_params: Sequence[str],
     module_size: int,

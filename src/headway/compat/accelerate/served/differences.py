@@ -23,7 +23,7 @@ DIFFERENT: dict[str, str] = {
     "DeepSpeedPlugin": "a value that contradicts the run is an error; zero3_init_flag and several plugins are not served",
     "DistributedOperationException": "raised on all ranks, and without debug mode",
     "DistributedType": "one process is NO, even under a launcher",
-    "FullyShardedDataParallelPlugin": "FSDP2 runs, whatever fsdp_version says",
+    "FullyShardedDataParallelPlugin": "FSDP2 runs, and fsdp_version is 2 once an Accelerator uses the plugin",
     "GradientState": "a view of the Accelerator created last",
     "IterableDatasetShard": "epoch is 0 before set_epoch; in Accelerate it is missing, which raises AttributeError",
     "LocalSGD": "averages count each rank's samples",

@@ -26,9 +26,9 @@ _BY_PLACE = {
     """,
     "headway.compat.accelerate.layouts": "DistributedType PrecisionType RNGType",
     "headway.compat.accelerate.recipes": "MegatronLMPlugin",
+    "headway.compat.accelerate.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "headway.compat.accelerate.plugins": """
-        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig TorchTensorParallelConfig
-        TorchTensorParallelPlugin
+        DeepSpeedSequenceParallelConfig ParallelismConfig TorchTensorParallelConfig TorchTensorParallelPlugin
     """,
     "headway.compat.accelerate.data.exchange": """
         broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce
@@ -89,13 +89,14 @@ MODULES = frozenset(_MODULES.split())
 Not among them: `accelerator` and `tracking`, which Headway has itself.
 """
 
-_DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
+_DISPATCHED = "check_device_map cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
     "AcceleratedOptimizer": ("headway.compat.accelerate.prepared", "AcceleratedOptimizer"),
     "AcceleratedScheduler": ("headway.compat.accelerate.prepared", "AcceleratedScheduler"),
     "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
     "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
+    "compile_regions_fsdp2": ("headway", "compile_regions"),
     "find_executable_batch_size": ("headway.compat.accelerate.data.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.modules.dispatched", name) for name in _DISPATCHED.split()},
     **PLACES,

@@ -10,7 +10,7 @@ _BY_FILE = {
     """,
     "launching.commands": """
         ClusterConfig convert_config_to_fsdp2 default_config_file default_json_config_file default_yaml_config_file launch_command
-        launch_command_parser load_config_from_file main
+        launch_command_parser load_config_from_file main to_fsdp2_command to_fsdp2_command_parser
     """,
     "constants": """
         BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION
@@ -26,15 +26,17 @@ _BY_FILE = {
     "launching.gpus": """
         check_cuda_fp8_capability check_cuda_p2p_ib_support get_current_device_type get_driver_version get_free_port get_gpu_info
     """,
+    "files.sharded": "fsdp2_prepare_model",
     "modules.greedy_map": "infer_auto_device_map",
     "modules.half": "ConvertOutputsToFp32 get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager",
     "launching.launch_words": """
         convert_dict_to_env_variables disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
         get_active_deepspeed_plugin
     """,
+    "modules.sizes": "compute_module_sizes compute_module_total_buffer_size dtype_byte_size get_balanced_memory",
     "modules.module_parts": """
-        check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_total_buffer_size
-        get_module_size_with_ties get_parameter_device get_state_dict_from_offload
+        check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device get_module_size_with_ties
+        get_parameter_device get_state_dict_from_offload
         check_device_same filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers
         get_module_leaves get_non_persistent_buffers get_state_dict_offloaded_model has_ao_layers has_repeated_blocks
         is_repeated_blocks

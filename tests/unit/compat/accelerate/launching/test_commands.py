@@ -1,7 +1,14 @@
-"""A launcher's command line that names a config file of Accelerate's."""
+"""Command lines that name a config file of Accelerate's."""
+
+import json
 
 import pytest
+import yaml
+from accelerate.commands import to_fsdp2
+from hypothesis import given
+from hypothesis import strategies as st
 
+from headway.compat.accelerate.launching import commands
 from headway.compat.accelerate.launching.commands import with_own_file
 from headway.config.files import parse
 from headway.errors import ConfigError
@@ -61,3 +68,33 @@ def test_an_unknown_key_is_an_error(tmp_path):
     file.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match="num_proceses"):
         with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+
+
+SECTIONS = st.dictionaries(
+    st.sampled_from([*to_fsdp2.ARGUMENT_KEY_MAPPING, "fsdp_own"]),
+    st.sampled_from([1, True, "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "other"]),
+)
+
+
+@given(section=SECTIONS)
+def test_keys_of_version_two_are_the_peers(section):
+    for config in ({"fsdp_config": section}, {}):
+        texts = [json.dumps(config)] * 2
+        theirs, ours = to_fsdp2.convert_config_to_fsdp2, commands.convert_config_to_fsdp2
+        assert ours(json.loads(texts[0])) == theirs(json.loads(texts[1]))
+
+
+def test_a_file_is_rewritten_for_version_two(tmp_path, monkeypatch, capsys):
+    source, made = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    source.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n")
+    line = ["accelerate", "to-fsdp2", "--config_file", str(source)]
+    monkeypatch.setattr("sys.argv", line)
+    assert commands.main() == 2
+    assert f"{source} would be written over" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*line, "--output_file", str(made)])
+    assert commands.main() == 0
+    wanted = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": False, "fsdp_version": 2}}
+    assert yaml.safe_load(made.read_text()) == wanted
+    monkeypatch.setattr("sys.argv", [*line, "--overwrite"])
+    assert commands.main() == 0
+    assert yaml.safe_load(source.read_text()) == wanted

@@ -1,12 +1,16 @@
-"""Device maps are those of Accelerate's own code, over random models and budgets."""
+"""Device maps, sizes and balanced budgets are those of Accelerate's own code, over random models and budgets."""
+
+import warnings
 
 import pytest
 import torch
+from accelerate.utils import modeling
 from accelerate.utils.modeling import infer_auto_device_map as theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from headway.compat.accelerate.modules import dispatched, sizes
 from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map as ours
 
 
@@ -17,7 +21,8 @@ class Block(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.register_buffer("mask", torch.ones(width))
+        self.register_buffer("mask", torch.ones(width) > 0)
+        self.register_buffer("cache", torch.ones(width), persistent=False)
 
 
 class Model(nn.Module):
@@ -41,9 +46,10 @@ class Model(nn.Module):
     widths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     flags=st.tuples(*[st.booleans()] * 5),
     budgets=st.tuples(st.integers(0, 2500), st.integers(0, 2500), st.integers(0, 4000)),
-    dtype=st.sampled_from([None, torch.float16]),
+    dtype=st.sampled_from([None, torch.float16, torch.float64]),
+    balances=st.sampled_from([None, False, True]),
 )
-def test_maps_are_the_same(widths, flags, budgets, dtype):
+def test_maps_are_the_same(widths, flags, budgets, dtype, balances):
     tied, direct, is_whole, cleans, falls_back = flags
     model = Model(widths, tied, direct)
     arguments = {
@@ -53,9 +59,17 @@ def test_maps_are_the_same(widths, flags, budgets, dtype):
         "clean_result": cleans,
         "fallback_allocation": falls_back,
     }
+    if balances is not None:
+        given = {name: arguments[name] for name in ("max_memory", "no_split_module_classes", "dtype")}
+        budgets = modeling.get_balanced_memory(
+            model, **{**given, "max_memory": dict(given["max_memory"])}, low_zero=balances
+        )
+        assert sizes.get_balanced_memory(model, **given, low_zero=balances) == budgets
+        arguments["max_memory"] = budgets
     try:
         wanted = theirs(model, **{**arguments, "max_memory": dict(arguments["max_memory"])})
-    except (IndexError, KeyError):  # of Accelerate's own, with tied weights that are parameters of the model itself
+    except (IndexError, KeyError, AttributeError):
+        # Of Accelerate's own: tied weights that are parameters of the model itself, fallbacks with sizes that are not whole.
         return
     assert ours(model, **arguments) == wanted
     compared.append(1)
@@ -72,3 +86,40 @@ def test_most_of_them_were_compared():
 def test_budgets_of_other_kinds(budgets):
     model = Model([4, 4], True, True)
     assert ours(model, dict(budgets)) == theirs(model, dict(budgets))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    tied=st.booleans(),
+    dtype=st.sampled_from([None, "float16", torch.float64]),
+    special=st.dictionaries(st.sampled_from(["embed.weight", "layers.0.mask", "norm.bias"]), st.just(torch.float16)),
+    buffers_only=st.booleans(),
+)
+def test_sizes_are_the_same(widths, tied, dtype, special, buffers_only):
+    model = Model(widths, tied, True)
+    if dtype == "float16":  # text of another library's form is read by Headway alone
+        wanted = modeling.compute_module_sizes(model, torch.float16, special, buffers_only)
+    else:
+        wanted = modeling.compute_module_sizes(model, dtype, special, buffers_only)
+    assert sizes.compute_module_sizes(model, dtype, special, buffers_only) == wanted
+    assert sizes.compute_module_total_buffer_size(model, dtype) == modeling.compute_module_total_buffer_size(
+        model, torch.float16 if dtype == "float16" else dtype
+    )
+
+
+@pytest.mark.parametrize("device_map", [
+    {"": 0}, {"embed": 0}, {"embed": 0, "layers": 1, "norm": 0, "head": "cpu"}, {"embed": 0, "layers.0": 0, "more": 1},
+    {"embed": 0, "layers": 1, "norm": 0, "head": "cpu", "head.weight": 0, "tail": 3},
+])  # fmt: skip
+def test_maps_are_checked_alike(device_map):
+    def told(check):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                check(Model([3, 4], True, False), device_map)
+            except ValueError as error:
+                return str(error), [str(each.message) for each in caught]
+            return [str(each.message) for each in caught]
+
+    assert told(dispatched.check_device_map) == told(modeling.check_device_map)
