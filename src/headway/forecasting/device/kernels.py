@@ -268,6 +268,17 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         yield
 
 
+def grouped_products(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Products of groups of rows (experts) in float32 or float16, whose fake kernel torch has for bfloat16 alone; None: another."""
+    if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
+        return None
+    if args[0].dtype is torch.bfloat16:
+        return None
+    halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16) for each in args[:2]]
+    made = func(*halves, *args[2:])
+    return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
+
+
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """CUDA's keeps one byte an element for backward, where a CPU keeps a mask of the tensor's own dtype."""
     if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
