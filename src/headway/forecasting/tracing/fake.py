@@ -20,6 +20,7 @@ from headway.common.callsite import users_line
 from headway.errors import HeadwayError, SkeletonError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.four_bit import is_four_bit, pack
 from headway.forecasting.tracing.repeats import find_blocks, trace_repeated
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.tensors import without_values
@@ -153,6 +154,8 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
         return made[id(tensor)]
 
     for module in model.modules():
+        if is_four_bit(module):
+            pack(module, fake)
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
