@@ -1,5 +1,6 @@
 """`headway estimate`: what running a model would take here, before a byte of its weights is read."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
     if given.get("device", "this").lower() != "this":
         find(given["device"])  # a name that is none is told before torch is loaded
+    _show_progress()
     if script:
         _check_script(given)
         click.echo(script_text(folder, arguments, **given))
@@ -70,6 +72,13 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     from headway.planning.inference import tabulate
 
     click.echo("\n".join(tabulate(folder, given.get("dtype"), given.get("batch_size", 1), given.get("sequence"))))
+
+
+def _show_progress() -> None:
+    """A line for each step that is traced, beside what is printed."""
+    logger = logging.getLogger("headway.forecasting")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
 
 
 def _echo_forecast(model: str, given: dict[str, Any]) -> None:

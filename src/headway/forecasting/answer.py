@@ -119,7 +119,7 @@ class Forecast:
         """Lines for people."""
         lines = [
             f"{self.device}, {self._where()}batch {self.batch_size}: {format_bytes(self.total)} "
-            f"({format_bytes(self.least)} to {format_bytes(self.most)})",
+            f"({format_bytes(self.least)} to {format_bytes(self.most)}: context, libraries and workspaces vary)",
             f"tensors {format_bytes(self.allocated)}, allocator {format_bytes(self.reserved)}; the most in {self.peak}"
             + (f", at {self.peak_line}" if self.peak_line else ""),
             *(f"  {kind:<16} {format_bytes(size):>10}" for kind, size in self.split.items()),
@@ -128,7 +128,7 @@ class Forecast:
             answer = {True: "fits", False: "does not fit", None: "may fit: it is too close to tell"}[self.fits]
             lines.append(f"{answer} into {format_bytes(self.budget)}")
         if self.largest_batch is not None:
-            lines.append(f"largest batch: {self.largest_batch}")
+            lines.append(f"largest batch: {self.largest_batch} (even the most in use stays within the budget)")
         if self.longest_sequence is not None:
             lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]

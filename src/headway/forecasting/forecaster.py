@@ -1,5 +1,6 @@
 """One step with batches of any size: each size is traced once, answered for the device, and searched among."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from headway.forecasting.tracing.events import MemoryEvent, told_apart
 from headway.forecasting.tracing.fake import Spread, trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
+
+logger = logging.getLogger(__name__)
 
 _ENDLESS = 1 << 20
 _POINTS = 24
@@ -74,7 +77,7 @@ class StepForecaster:
     def trace(self, batch_size: int) -> Trace:
         """Two steps of micro-batches of so many samples."""
         if batch_size not in self._traces:
-            self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size))
+            self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size), f"{batch_size} samples")
         return self._traces[batch_size]
 
     def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[int, Sequence[tuple[int, int]]]:
@@ -94,7 +97,11 @@ class StepForecaster:
     def _longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
         unit = longest.multiple
         search = BudgetSearch(
-            lambda size: self._trace_batch(partial(longest.batch_fn, batch_size, size * unit)).events,
+            lambda size: (
+                self._trace_batch(
+                    partial(longest.batch_fn, batch_size, size * unit), f"{batch_size} x {size * unit:,}"
+                ).events
+            ),
             self._reserved,
             capacity,
             longest.limit // unit,
@@ -102,8 +109,9 @@ class StepForecaster:
         )
         return search.run() * unit
 
-    def _trace_batch(self, batch: Callable[[], Any]) -> Trace:
+    def _trace_batch(self, batch: Callable[[], Any], shown: str) -> Trace:
         self.num_traces += 1
+        logger.info("tracing a step of %s", shown)
         parts = self.model_fn, batch, self.recipe, self.device, self.prepare
         return trace(*parts, spread=self.spread, counts_work=self.counts_work)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from operator import mul
 from typing import Any
 
 from headway.errors import ConfigError
@@ -54,22 +53,13 @@ def synthesise(traces: Sequence[list[MemoryEvent]], begin: int, size: int) -> li
     first = traces[0]
     if not all(alike(first, other) for other in traces[1:]):
         return None
-    factors, factor = [], 1
+    columns = [[event.num_bytes for event in trace] for trace in traces]
+    found, factor = [0] * len(first), 1
     for order in range(len(traces)):
-        factors.append(factor)
+        found = [total + factor * value for total, value in zip(found, columns[0])]
         factor = factor * (size - begin - order) // (order + 1)
-    return [
-        event._replace(num_bytes=sum(map(mul, factors, _differences([trace[index].num_bytes for trace in traces]))))
-        for index, event in enumerate(first)
-    ]
-
-
-def _differences(values: list[int]) -> list[int]:
-    found = []
-    while values:
-        found.append(values[0])
-        values = [after - before for before, after in pairwise(values)]
-    return found
+        columns = [[later - value for value, later in zip(*pair)] for pair in pairwise(columns)]
+    return [MemoryEvent(event.key, num_bytes, *event[2:]) for event, num_bytes in zip(first, found)]
 
 
 def alike(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:

@@ -44,7 +44,9 @@ def make_config(draw, loader, count, is_stream, world_size):
     is_short = count < 2 * size * world_size
     return DataLoaderConfiguration(
         split_batches=draw.random() < 0.3 and size % world_size == 0,
-        dispatch_batches=draw.choice([None, False] if draws or loader.batch_size is None or is_short else [None, False, True]),
+        dispatch_batches=draw.choice(
+            [None, False] if draws or loader.batch_size is None or is_short else [None, False, True]
+        ),
         even_batches=draw.random() < 0.8 or is_stream or count % (size * world_size) > 0,
         use_seedable_sampler=draws and draw.random() < 0.4,
         data_seed=draw.choice([None, 5]),
@@ -102,7 +104,9 @@ KINDS = {
     "cycle": lambda optimizer, _: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=60),
     "cosine": lambda optimizer, _: lr_scheduler.CosineAnnealingLR(optimizer, 7),
     "restarts": lambda optimizer, _: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-    "plateau": lambda optimizer, draw: lr_scheduler.ReduceLROnPlateau(optimizer, patience=draw.randint(0, 2), factor=0.5),
+    "plateau": lambda optimizer, draw: lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=draw.randint(0, 2), factor=0.5
+    ),
 }
 
 

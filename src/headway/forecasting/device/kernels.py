@@ -105,6 +105,13 @@ def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
     return [args[2].numel() * 4] * 5
 
 
+def _four_bit_product(args: tuple[Any, ...]) -> list[int]:
+    """The weight of a four-bit layer in full, and its scales, until the product is there."""
+    inputs, shape = args[0], args[2]
+    nested = [args[7].numel() * 4] if len(args) > 7 and args[7] is not None else []
+    return [*nested, shape[0] * shape[1] * inputs.element_size()]
+
+
 def _nothing(args: tuple[Any, ...]) -> list[int]:
     """The kernel works in place."""
     return []
@@ -146,6 +153,9 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
     "aten::smooth_l1_loss": _before_reduction,
     "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
     "bitsandbytes::optimizer_update_32bit": _nothing,
+    "bitsandbytes::gemm_4bit": _four_bit_product,
+    "bitsandbytes::dequantize_4bit": _nothing,
+    "bitsandbytes::dequantize_blockwise": _nothing,
 }
 """On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
@@ -161,6 +171,9 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
     "bitsandbytes::optimizer_update_32bit": _nothing,
+    "bitsandbytes::gemm_4bit": _four_bit_product,
+    "bitsandbytes::dequantize_4bit": _nothing,
+    "bitsandbytes::dequantize_blockwise": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
@@ -266,6 +279,17 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
                     _as_given(library, name)
         library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
+
+
+def grouped_products(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Products of groups of rows (experts) in float32 or float16, whose fake kernel torch has for bfloat16 alone; None: another."""
+    if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
+        return None
+    if args[0].dtype is torch.bfloat16:
+        return None
+    halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16) for each in args[:2]]
+    made = func(*halves, *args[2:])
+    return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -20,6 +20,8 @@ from headway.common.callsite import users_line
 from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.four_bit import is_four_bit, pack
+from headway.forecasting.tracing.repeats import find_blocks, trace_repeated
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.tensors import without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
@@ -63,6 +65,22 @@ def trace(
         UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def traced(count: int | None = None) -> Trace:
+        model = _made(make, fake, prepare)
+        if blocks is not None and count is not None:
+            blocks.shorten(model, count)
+        fill(model, fake)
+        return _trace_model(model.train(), fake, batch, recipe, device, spread, counts_work)
+
+    blocks = None if callable(recipe.loop) else find_blocks(_made(make, fake, prepare))
+    found = None if blocks is None else trace_repeated(traced, blocks.count)
+    return found or traced()
+
+
+def _made(
+    make: Callable[[], nn.Module], fake: FakeTensorMode, prepare: Callable[[nn.Module], object] | None
+) -> nn.Module:
     try:
         with init_empty_weights():
             model = make()
@@ -72,10 +90,21 @@ def trace(
         with init_empty_weights(include_buffers=True):
             model = make()
     refuse_compiled(model)
-    fill(model, fake)
     if prepare is not None:
+        fill(model, fake)
         prepare(model)
-    model.train()
+    return model
+
+
+def _trace_model(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    batch: Callable[[], Batch],
+    recipe: StepRecipe,
+    device: Device,
+    spread: Spread | None,
+    counts_work: bool,
+) -> Trace:
     tracker = StorageTracker(device, WorkCounter(device) if counts_work else None)
     with ExitStack() as stack:
         engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
@@ -125,6 +154,8 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
         return made[id(tensor)]
 
     for module in model.modules():
+        if is_four_bit(module):
+            pack(module, fake)
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.config.values import check_count
 from headway.errors import ConfigError, LossError
+from headway.forecasting.tracing.four_bit import scales_of
 from headway.forecasting.tracing.tensors import plain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -259,6 +260,7 @@ def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
 def mark_model(model: nn.Module, watcher: StepObserver) -> None:
     """The model's own tensors are there."""
     watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
+    watcher.mark((scale for module in model.modules() for scale in scales_of(module)), "weights")
     watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.kernels import MATMUL, NAMESPACES, OVERSIZED, UNKNOWN_SCRATCH, scratch
+from headway.forecasting.device.kernels import MATMUL, NAMESPACES, OVERSIZED, UNKNOWN_SCRATCH, grouped_products, scratch
 from headway.forecasting.tracing.bounded import at_most, without_masks
 from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.step import StepObserver
@@ -190,7 +190,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         result = at_most(func, args)
         if result is None:
             told = without_masks(func, args)
-            result = func(*told, **(kwargs or {}))
+            result = grouped_products(func, args)
+            result = func(*told, **(kwargs or {})) if result is None else result
             self._is_bounded |= told is not args
         else:
             self._is_bounded = True
@@ -250,7 +251,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         """What was seen; call it after the block."""
         events = [
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
-            for event in _in_order(self.events)
+            for event in _in_order(self.events[: self.phases.get("end")])
         ]
         if self._unsure:
             events.append(MemoryEvent(self._next_key + 1, self._unsure, UNSURE))

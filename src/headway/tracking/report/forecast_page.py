@@ -10,7 +10,7 @@ from headway.tracking.report.looks import document
 from headway.tracking.report.tables import Fact, swatch, tiles
 
 _WIDTH, _HEIGHT = 1200, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 26, 30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 96, 16, 26, 48
 _ANSWERS = {True: ("fits", "good"), False: ("does not fit", "bad"), None: ("too close to tell", "warn")}
 _AREA = "fill:var(--c);opacity:.78"
 
@@ -94,6 +94,15 @@ class _Axes:
             found.append(f'<text class="tick" x="{_LEFT - 8}" y="{place + 4}" text-anchor="end">{label}</text>')
         return "".join(found)
 
+    @staticmethod
+    def names(across: str, up: str) -> str:
+        """What the axes show."""
+        middle = (_TOP + _HEIGHT - _BOTTOM) // 2
+        return (
+            f'<text class="tick" x="{(_LEFT + _WIDTH - _RIGHT) // 2}" y="{_HEIGHT - 6}" text-anchor="middle">{across}</text>'
+            f'<text class="tick" x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{up}</text>'
+        )
+
 
 def _choose_grid_step(most: int) -> int:
     """Bytes between lines of the grid: a power of two, so that four to eight lines are drawn."""
@@ -122,7 +131,8 @@ def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
         floor = roof
     marks = "".join(_draw_phase(phase, axes.x(first)) for phase, first in timeline["phases"] if phase not in _UNSAID)
     keys = "".join(f'<span class="key">{swatch(index)}{escape(kind)}</span>' for index, kind in enumerate(sizes))
-    return f'<span class="keys">{keys}</span>', axes.grid() + "".join(areas) + marks
+    names = axes.names("requests for memory, in their order", "tensors")
+    return f'<span class="keys">{keys}</span>', axes.grid() + "".join(areas) + marks + names
 
 
 _UNSAID = ("set-up", "end")
@@ -142,10 +152,16 @@ def _draw_by_batch(found: Mapping[str, Any]) -> tuple[str, str]:
     most = max([size for _, size in points] + ([budget] if budget is not None else []))
     axes = _Axes((0, points[-1][0]), most)
     line = "L".join(f"{axes.x(batch)} {axes.y(size)}" for batch, size in points)
-    parts = [axes.grid(), f'<path class="line c0" d="M{line}"/>']
+    parts = [
+        axes.grid(),
+        axes.names("samples in a batch", "in use on the device"),
+        f'<path class="line c0" d="M{line}"/>',
+    ]
     stride = max(1, -(-len(points) // 12))
     for batch, _ in points[::-stride]:
-        parts.append(f'<text class="tick" x="{axes.x(batch)}" y="{_HEIGHT - 10}" text-anchor="middle">{batch}</text>')
+        parts.append(
+            f'<text class="tick" x="{axes.x(batch)}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{batch}</text>'
+        )
     if budget is not None:
         place = axes.y(budget)
         parts.append(f'<path class="line c1" stroke-dasharray="7 3" d="M{_LEFT} {place}H{_WIDTH - _RIGHT}"/>')

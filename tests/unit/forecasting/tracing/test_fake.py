@@ -57,10 +57,10 @@ def test_the_peak_on_a_cpu_is_the_profilers(name):
     assert forecast == pytest.approx(peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
 
 
-def test_nothing_stays_but_the_model():
+def test_nothing_stays_but_the_model_and_the_optimizer():
     found = traced()
     rest = split_at(found.events, len(found.events) - 1)
-    assert set(rest) == {"weights", "workspaces"}
+    assert set(rest) == {"weights", "workspaces", "optimizer state"}
     assert rest["weights"] == 2 * (512 * 512 + 512) * 4
     assert {event.key for event in found.events if event.num_bytes < 0} <= {event.key for event in found.events}
 

@@ -1,0 +1,290 @@
+"""Models whose blocks repeat: a few are traced, and the rest follow where these prove to be alike.
+
+A model with three, four and five of its blocks is traced. What the fourth adds to the events must repeat what comes before it, and
+repeating it once more must give the events with five, each free of its own memory included. Then repeating it gives those of all.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import starmap, takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headway.errors import HeadwayError
+from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.trace import Trace
+from headway.forecasting.tracing.work import StepWork
+
+FEWEST = 16
+"""Repetitions from which on twelve that are traced are worth it."""
+_TRACED = 3
+_AHEAD = 24
+"""Events that must be alike after a place at which others were put in."""
+
+
+@dataclass(frozen=True)
+class RepeatedBlocks:
+    """A list of blocks that repeat to its end.
+
+    Attributes:
+        path: of the list in the model.
+        length: blocks.
+        period: blocks after which they repeat.
+        start: the first from which on they do.
+    """
+
+    path: str
+    length: int
+    period: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        """Repetitions."""
+        return (self.length - self.start) // self.period
+
+    def shorten(self, model: nn.Module, count: int) -> None:
+        """Leave so many repetitions in the model."""
+        blocks: Any = model.get_submodule(self.path)
+        del blocks[self.length - (self.count - count) * self.period :]
+
+
+def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
+    """The list of blocks with the most modules in its repetitions; None where none is long enough."""
+    found: list[tuple[int, RepeatedBlocks]] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < FEWEST:
+            continue
+        blocks = list(module)
+        descriptions = _describe(blocks)
+        for period in range(1, len(blocks) // FEWEST + 1):
+            start = len(blocks) - period
+            while start > 0 and descriptions[start - 1] == descriptions[start - 1 + period]:
+                start -= 1
+            repeated = RepeatedBlocks(path, len(blocks), period, start)
+            if repeated.count >= FEWEST:
+                found.append((sum(1 for block in blocks[start:] for _ in block.modules()), repeated))
+                break
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _describe(blocks: Sequence[nn.Module]) -> list[Any]:
+    """What blocks have to have in common to compute alike; their own numbers in the list are left out."""
+    all_parts = [{name: _part(module) for name, module in block.named_modules()} for block in blocks]
+    numbers = {
+        (name, key)
+        for name, (_, values, _) in all_parts[0].items()
+        for key in values
+        if all(parts.get(name, (0, {}, 0))[1].get(key, -1) == index for index, parts in enumerate(all_parts))
+    }
+    return [
+        {
+            name: (kind, {key: value for key, value in values.items() if (name, key) not in numbers}, held)
+            for name, (kind, values, held) in parts.items()
+        }
+        for parts in all_parts
+    ]
+
+
+def _part(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
+    own = {**module._parameters, **module._buffers}
+    held = [
+        (name, each if each is None else (each.shape, each.dtype, each.requires_grad)) for name, each in own.items()
+    ]
+    values = {
+        key: value if isinstance(value, bool | int | float | str | tuple | torch.dtype) else type(value)
+        for key, value in vars(module).items()
+    }
+    hooks = {f"{key}()": len(value) for key, value in vars(module).items() if key.endswith("_hooks")}
+    return type(module), values | hooks, held
+
+
+def trace_repeated(trace: Callable[[int], Trace], count: int) -> Trace | None:
+    """The trace of a model with many repetitions from those with a few; None where these do not prove to be alike.
+
+    Args:
+        trace: traces the model with so many repetitions.
+        count: of the model.
+    """
+    try:
+        first, second = trace(_TRACED), trace(_TRACED + 1)
+        pieces = _grown(_tokens(first), _tokens(second))
+        if pieces is None:
+            return None
+        third = trace(_TRACED + 2)
+    except HeadwayError:  # such a model cannot be called with fewer blocks than it expects
+        return None
+    if _summary(first) != _summary(third) or _expanded(pieces, 2) != _expanded([_Piece(_tokens(third))], 0):
+        return None
+    expanded = _expanded(pieces, count - _TRACED)
+    if expanded is None:
+        return None
+    events, phases = expanded
+    ahead = count - _TRACED - 1
+    operations = {
+        name: times + ahead * (times - first.operations.get(name, 0)) for name, times in second.operations.items()
+    }
+    work = {phase: _ahead(first.work[phase], done, ahead) for phase, done in second.work.items()}
+    return replace(second, events=events, phases=phases, operations=operations, work=work)
+
+
+def _summary(traced: Trace) -> Any:
+    return traced.caveats, list(traced.phases), set(traced.operations)
+
+
+def _ahead(before: StepWork, now: StepWork, steps: int) -> StepWork:
+    pairs = ((getattr(before, field.name), getattr(now, field.name)) for field in fields(StepWork))
+    return StepWork(*starmap(lambda less, more: more + steps * (more - less), pairs))
+
+
+# ---------------------------------------------------------------- events without keys
+
+
+_Kin = tuple[int, str, str, int]
+
+
+def _kin(event: MemoryEvent) -> _Kin:
+    return event.num_bytes, event.what, event.kind, event.stream
+
+
+class _Token(NamedTuple):
+    """An event, or the beginning of a phase, said without a key.
+
+    Attributes:
+        event: with key 0; None: a phase begins.
+        phase: its name.
+        kin: bytes, operation, kind and stream of the memory that is given back.
+        newest, oldest: its place among all kin in use, from either end; None: it differs between repetitions.
+        growth: bytes that another repetition adds to it, as to the norms of all gradients side by side.
+    """
+
+    event: MemoryEvent | None
+    phase: str = ""
+    kin: _Kin | None = None
+    newest: int | None = None
+    oldest: int | None = None
+    growth: int = 0
+
+
+def _tokens(traced: Trace) -> list[_Token]:
+    begins: dict[int, list[str]] = defaultdict(list)
+    for phase, index in traced.phases.items():
+        begins[index].append(phase)
+    in_use: dict[_Kin, list[int]] = defaultdict(list)
+    kin_of: dict[int, _Kin] = {}
+    found: list[_Token] = []
+    for index, event in enumerate(traced.events):
+        found += [_Token(None, phase) for phase in begins[index]]
+        without = MemoryEvent(0, *event[1:])
+        if event.num_bytes >= 0:
+            kin_of[event.key] = kin = _kin(event)
+            in_use[kin].append(event.key)
+            found.append(_Token(without))
+            continue
+        kin = kin_of[event.key]
+        place = in_use[kin].index(event.key)
+        found.append(_Token(without, "", kin, len(in_use[kin]) - 1 - place, place))
+        del in_use[kin][place]
+    return found + [_Token(None, phase) for phase in begins[len(traced.events)]]
+
+
+def _merged(one: _Token, other: _Token) -> _Token | None:
+    """What both are; None where they differ."""
+    if one[:3] != other[:3]:
+        return None
+    newest = one.newest if one.newest == other.newest else None
+    oldest = one.oldest if one.oldest == other.oldest else None
+    if one.kin is not None and newest is None and oldest is None:
+        return None
+    return one._replace(newest=newest, oldest=oldest)
+
+
+def _grown_token(one: _Token, other: _Token) -> _Token | None:
+    """What both are but for its bytes; None where they differ otherwise, or in what is cut by its size."""
+    if one.event is None or other.event is None or one.event.kind == "buckets":
+        return None
+    size = other.event.num_bytes
+    kin = one.kin and (-size, *one.kin[1:])
+    merged = _merged(one._replace(event=MemoryEvent(0, size, *one.event[2:]), kin=kin), other)
+    return merged and merged._replace(growth=size - one.event.num_bytes)
+
+
+class _Piece(NamedTuple):
+    """Tokens, and whether another repetition adds them again."""
+
+    tokens: list[_Token]
+    is_repeated: bool = False
+
+
+def _grown(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
+    """Where one more repetition has put in tokens, each time a repetition of those before; None where it has done something else."""
+    pieces: list[_Piece] = []
+    same: list[_Token] = []
+    here = there = 0
+    while there < len(long):
+        merged = _merged(short[here], long[there]) if here < len(short) else None
+        if merged is not None:
+            same.append(merged)
+            here, there = here + 1, there + 1
+            continue
+        added = _added(short[here : here + _AHEAD], long, there)
+        if added is None:
+            merged = _grown_token(short[here], long[there]) if here < len(short) else None
+            if merged is None:
+                return None
+            same.append(merged)
+            here, there = here + 1, there + 1
+            continue
+        pieces += [_Piece(same), _Piece(added, is_repeated=True)]
+        same = []
+        there += len(added)
+    return [*pieces, _Piece(same)] if here == len(short) else None
+
+
+def _added(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
+    """What was put in from `begin` on: it repeats what is before it, and as much as can be of what is ahead follows it."""
+    found: list[_Token] | None = None
+    longest = 0
+    for size in range(1, min(begin, len(long) - begin) + 1):
+        follows = sum(1 for _ in takewhile(bool, map(_merged, ahead, long[begin + size : begin + size + _AHEAD])))
+        if follows <= longest and found is not None:
+            continue
+        added = [token for token in map(_merged, long[begin - size : begin], long[begin : begin + size]) if token]
+        if len(added) == size:
+            found, longest = added, follows
+    return found
+
+
+_Expanded = tuple[list[MemoryEvent], dict[str, int]]
+
+
+def _expanded(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
+    """Events with keys, and the phases' beginnings, where what is repeated comes so many times; None where that cannot be."""
+    events: list[MemoryEvent] = []
+    phases: dict[str, int] = {}
+    in_use: dict[_Kin, list[int]] = defaultdict(list)
+    next_key = 0
+    for piece in pieces:
+        for token in piece.tokens * (times if piece.is_repeated else 1):
+            event = token.event
+            if event is None:
+                phases[token.phase] = len(events)
+                continue
+            # The sizes of tokens are those with the first repetition.
+            size = event.num_bytes + token.growth * (times - 1)
+            _, what, kind, stream = token.kin or _kin(event)
+            kin = in_use[abs(size), what, kind, stream]
+            if token.kin is None:
+                next_key += 1
+                key = next_key
+                kin.append(key)
+            else:
+                place = -1 - token.newest if token.newest is not None else token.oldest or 0
+                if not -len(kin) <= place < len(kin):
+                    return None
+                key = kin.pop(place)
+            events.append(MemoryEvent(key, size, *event[2:]))
+    return events, phases

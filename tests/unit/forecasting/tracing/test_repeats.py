@@ -1,0 +1,181 @@
+"""Blocks that repeat are traced a few times: the events are those of tracing all of them, or all of them are traced."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from headway.forecasting.device.devices import find
+from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.repeats import FEWEST, find_blocks
+from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.trace import Trace
+
+CALLS: list[int] = []
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, width)
+        self.down = nn.Linear(width, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        CALLS.append(self.index)
+        return inputs + self.down(torch.relu(self.up(self.norm(inputs))))
+
+
+class Chain(nn.Module):
+    """Blocks in a list, or each under a name of its own, where nothing is found to repeat."""
+
+    def __init__(self, widths: list[int], is_list: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        blocks = [Block(width, index) for index, width in enumerate(widths)]
+        self.is_list, self.num_blocks = is_list, len(widths)
+        if is_list:
+            self.blocks = nn.ModuleList(blocks)
+        else:
+            for index, block in enumerate(blocks):
+                setattr(self, f"block{index}", block)
+        self.last = nn.Linear(16, 1)
+
+    def all(self) -> Iterator[nn.Module]:
+        return iter(self.blocks) if self.is_list else (getattr(self, f"block{i}") for i in range(self.num_blocks))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.all():
+            hidden = block(hidden)
+        return self.last(hidden).mean()
+
+
+class Reaching(Chain):
+    """Wants a block by its number."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for index, block in enumerate(self.all()):
+            hidden = block(hidden) + (0 if index != 12 else hidden)
+        if self.is_list:
+            assert len(self.blocks[12].norm.weight) == 16
+        return self.last(hidden).mean()
+
+
+def traced(make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object] | None = None, **recipe: Any) -> Trace:
+    CALLS.clear()
+    options = {"optimizer": partial(torch.optim.AdamW, foreach=True), **recipe}
+    return trace(make, lambda: torch.zeros(4, 8), StepRecipe(**options), find("h100"), prepare, counts_work=True)
+
+
+def said(found: Trace) -> list[MemoryEvent]:
+    return [event._replace(where="") for event in found.events]
+
+
+def both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: Any) -> tuple[Trace, Trace, int]:
+    """By a list and by names, and how many blocks were called for the first."""
+    found = traced(lambda: kind(widths), prepare, **recipe)
+    num_calls = len(CALLS)
+    return found, traced(lambda: kind(widths, is_list=False), prepare, **recipe), num_calls
+
+
+@pytest.mark.parametrize(
+    ("widths", "per_step"),
+    [([32] * 20, 12), ([64, 64, *[32] * 18], 18), ([32, 48] * 16, 24), ([24, *[32, 32, 48] * 16, 32], 42)],
+    ids=["alike", "first ones differ", "in turn", "with a head and a tail"],
+)
+def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> None:
+    found, full, num_calls = both(Chain, widths)
+
+    assert said(found) == said(full)
+    assert found.phases == full.phases
+    assert found.operations == full.operations
+    assert found.work.keys() == full.work.keys()
+    for phase, work in full.work.items():
+        assert found.work[phase].flops == work.flops
+        assert found.work[phase].num_bytes == work.num_bytes
+        assert found.work[phase].seconds == pytest.approx(work.seconds)
+    assert num_calls == 2 * per_step < 2 * 3 * len(widths)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"precision": "bf16"},
+        {"accumulation": 3, "max_norm": 1.0},
+        {"loop": "zero_grad_before_backward", "precision": "fp16"},
+        {"loop": "loss_function", "keeps_gradients": True},
+        {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)},
+    ],
+    ids=str,
+)
+def test_with_every_recipe(recipe: dict[str, Any]) -> None:
+    found, full, num_calls = both(Chain, [32] * 24, **recipe)
+
+    assert said(found) == said(full)
+    assert num_calls == 2 * 12 * recipe.get("accumulation", 1)
+
+
+def test_what_prepare_does_to_some_blocks_counts() -> None:
+    def recompute_first_half(model: nn.Module) -> None:
+        assert isinstance(model, Chain)
+        for block in list(model.all())[:10]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+    found, full, _ = both(Chain, [32] * 20, recompute_first_half)
+
+    assert said(found) == said(full)
+    assert said(found) != said(traced(lambda: Chain([32] * 20)))
+
+
+def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
+    found, full, _ = both(Reaching, [32] * 20)
+
+    assert said(found) == said(full)
+    assert [*range(20)] * 2 == CALLS
+
+
+def test_loop_of_ones_own_runs_once() -> None:
+    runs: list[int] = []
+
+    def loop(model: nn.Module, batches: Any, optimizer: Any) -> None:
+        runs.append(len(model.blocks))  # type: ignore[arg-type]
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+
+    traced(lambda: Chain([32] * 20), loop=loop)
+
+    assert runs == [20]
+
+
+def test_blocks_that_are_found() -> None:
+    found = find_blocks(Chain([64, *[32, 48] * 16]))
+
+    assert found is not None
+    assert (found.path, found.length, found.period, found.start, found.count) == ("blocks", 33, 2, 1, 16)
+    model = Chain([64, *[32, 48] * 16])
+    found.shorten(model, 3)
+    assert [block.up.out_features for block in model.blocks] == [64, *[32, 48] * 3]
+
+
+def test_too_few_blocks_are_left_alone() -> None:
+    assert find_blocks(Chain([32] * (FEWEST - 1))) is None
+    assert find_blocks(Chain([*range(8, 48)])) is None
+
+
+def test_numbers_of_blocks_are_no_difference_and_other_settings_are() -> None:
+    model = Chain([32] * 20)
+    assert find_blocks(model) is not None
+    for index, block in enumerate(model.blocks):
+        block.p = 0.1 * (index % 7 == 3 or index > 15)
+
+    assert find_blocks(model) is None
