@@ -29,6 +29,7 @@ _EPILOG = examples(
     "headway estimate llama/ --sequence 4096        with room for 4096 tokens and their cache",
     "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
     "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
+    "headway estimate llama --device l4 --dtype int4 --lora r=16   QLoRA",
     "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
     "headway estimate --calibrate                   once, on the machine with the GPU",
     "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
@@ -82,9 +83,10 @@ def _show_progress() -> None:
 
 
 def _echo_forecast(model: str, given: dict[str, Any]) -> None:
-    if given.get("dtype", "").startswith("int"):
+    dtype = given.get("dtype", "")
+    if dtype.startswith("int") and (dtype, "lora" in given) != ("int4", True):
         raise ConfigError(
-            f"--dtype {given['dtype']} is for running a model; training takes float32, bfloat16 or float16"
+            f"--dtype {dtype} is for running a model; training takes float32, bfloat16 or float16, or int4 with --lora (QLoRA)"
         )
     if "global_batch_size" not in given:
         click.echo(forecast_text(model, **given))
@@ -114,7 +116,10 @@ _HERE = (
     "name, as nvidia-smi prints it; or 48GiB: some GPU with that memory."
 )
 _RUN = "FOLDER is your training script; it runs with ARGS up to its second update."
-_PLACED = "Place the model in this dtype; with --device, train its weights in it.  [default: what the config says]"
+_PLACED = (
+    "Place the model in this dtype; with --device, train its weights in it; int4 with --lora is QLoRA.  "
+    "[default: what the config says]"
+)
 
 command = GroupedCommand(
     "estimate",

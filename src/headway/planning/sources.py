@@ -253,12 +253,12 @@ def trainable(
     Args:
         source: of a transformers config.
         attention: "eager" or "sdpa"; None: the model's own.
-        dtype: of the weights; None: float32.
+        dtype: of the weights; None: float32. With `lora` also "int4": QLoRA.
         lora: rank of PEFT's LoRA, whose matrices alone learn; None: everything learns.
 
     Raises:
         ConfigError: it is not known how to call the model, or PEFT does not know which of its layers to adapt.
-        OptionalDependencyMissing: PEFT is not installed.
+        OptionalDependencyMissing: PEFT, or for int4 bitsandbytes, is not installed.
     """
     step = source.step
     if not isinstance(step, BatchOfModel):
@@ -271,11 +271,36 @@ def trainable(
         model = source.make()
         if attention is not None:
             model.set_attn_implementation(attention)  # type: ignore[operator]
-        if dtype is not None:
+        if dtype == "int4":
+            model = _in_four_bits(model)
+        elif dtype is not None:
             model.to(getattr(torch, dtype))
         return model if lora is None else _adapted(model, lora)
 
     return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: loss_of(outputs)
+
+
+def _in_four_bits(model: nn.Module) -> nn.Module:
+    """As QLoRA's guides load a model: NF4 with nested scales, products in bfloat16, the rest in float32.
+
+    Source: T. Dettmers et al., QLoRA, 2023, https://arxiv.org/abs/2305.14314; its steps are transformers' and PEFT's own.
+    """
+    peft, transformers = (require(name, "--dtype int4 needs", name) for name in ("peft", "transformers"))
+    require("bitsandbytes", "--dtype int4 needs", "bitsandbytes")
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(how, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map=None)
+    nn.Module.to(
+        model, torch.bfloat16
+    )  # the checkpoint that is quantised; transformers casts no model with such layers
+    quantizer.postprocess_model(model)
+    prepared: nn.Module = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return prepared
 
 
 def _adapted(model: nn.Module, rank: int) -> nn.Module:

@@ -294,6 +294,9 @@ def test_a_head_adapters_and_a_loop(run, folder):
     assert dropped["allocated"] <= kept["allocated"]
     labelled = run(folder, *options[:-1], "--task", "token-classification")
     assert "ForTokenClassification" in labelled
+    packed = json.loads(run(folder, *options, "--lora", "r=4", "--dtype", "int4"))
+    assert packed["split"]["weights"] < thin["split"]["weights"]
+    assert "int4 with --lora (QLoRA)" in run(folder, *options, "--dtype", "int4", code=2)
     assert "as in --lora r=16" in run(folder, *options, "--lora", "16x", code=2)
     assert "sequence_classification" in run(folder, *options, "--task", "parsing", code=2)
 

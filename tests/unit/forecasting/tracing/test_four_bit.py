@@ -1,0 +1,92 @@
+"""QLoRA and experts without values, against the models that transformers loads: torch's profiler counts what they take."""
+
+import pytest
+import torch
+
+import headway
+from benchmarks.forecast.truth import peak
+from headway.forecasting.tracing.four_bit import is_four_bit, scales_of
+from headway.forecasting.tracing.step import StepRecipe
+from headway.planning.sources import find, trainable
+
+transformers = pytest.importorskip("transformers")
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 300,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(**SMALL, max_position_embeddings=64, use_cache=False)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder):
+    """The model as QLoRA's guides load it, on a CPU."""
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, device_map="cpu", dtype=torch.bfloat16
+    )
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4)).train()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_qlora_takes_what_the_real_one_takes(folder, precision):
+    make, batch, loss = trainable(find(str(folder), 4, 64), dtype="int4", lora=4)
+    found = headway.forecast(make, batch, loss=loss, device="cpu", precision=precision, batch_size=4, largest=False)
+    model = loaded(folder)
+    layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    scales = sum(each.nbytes for module in layers for each in scales_of(module))
+    assert len(layers) == 7 * SMALL["num_hidden_layers"]
+    assert scales > 0
+    recipe = StepRecipe(torch.optim.AdamW, None, precision)
+    # The profiler's sum begins with parameters and buffers, and what undoes the packing is neither.
+    assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(4)) + scales, rel=0.001)
+    assert not any(map(is_four_bit, model.modules()))
+
+
+def test_a_layer_of_ones_own_is_packed_with_and_without_nested_scales():
+    for is_nested in (True, False):
+
+        def make(is_nested=is_nested):
+            return bnb.nn.Linear4bit(256, 512, bias=False, compress_statistics=is_nested, compute_dtype=torch.float32)
+
+        real = make().to("cpu")
+        held = real.weight.nbytes + sum(each.nbytes for each in scales_of(real))
+        adapted = lambda make=make: torch.nn.Sequential(torch.nn.Linear(256, 256), make())  # noqa: E731
+        found = headway.forecast(
+            adapted, lambda n: torch.zeros(n, 256), loss=lambda y, _: y.sum(), device="cpu", batch_size=2, largest=False
+        )
+        assert found.split["weights"] == held + (256 + 1) * 256 * 4
+
+
+def test_experts_as_grouped_products_in_float32():
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=2, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, use_cache=False
+    )
+
+    def make():
+        return transformers.Qwen3MoeForCausalLM(config)
+
+    def batch(size):
+        return dict.fromkeys(("input_ids", "labels"), torch.zeros(size, 32, dtype=torch.long))
+
+    found = headway.forecast(make, batch, optimizer=torch.optim.AdamW, device="cpu", batch_size=4, largest=False)
+    assert found.allocated == pytest.approx(
+        peak(make().train(), StepRecipe(torch.optim.AdamW), lambda: batch(4)), rel=0.005
+    )
