@@ -2,8 +2,8 @@
 
 `WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever
 makes them; gradients of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of
-which sees the keys up to its own end: on accelerators no mask is made, and what lies above the diagonal is not computed. On CUDA
-torch's own ring attention takes the causal calls (`ring`).
+which sees the keys up to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's
+own ring attention takes the causal calls (`ring`).
 
 torch's own context parallelism for causal attention: keys and values travel while earlier ones are computed with.
 
@@ -20,9 +20,12 @@ from torch.overrides import TorchFunctionMode
 from headway.common.optional import Later
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
-from headway.strategies.context import sequences
 from headway.strategies.parts import extend
+from headway.strategies.context import sequences
 from headway.strategies.tensor.crossings import SplitAxis
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 """Causal attention of parts of queries, keys and values, with a scale."""
@@ -89,6 +92,9 @@ class WholeSequenceAttention(TorchFunctionMode):
         is_plain = is_plain and (enable_gqa or query.shape[1] == key.shape[1])
         if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
             return self._ring(query, key, value, scale)
+        if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+            found: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
+            return found
         both = sequences.gather(torch.cat([key, value], -1), self._axis, -2)
         key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
@@ -125,7 +131,7 @@ class WholeSequenceAttention(TorchFunctionMode):
     def _lower_right(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Each piece of queries, to the keys up to its own end; torch's kernels know this form of mask; the CPU's is given a mask."""
+        """Each piece of queries, to the keys up to its own end; torch's kernels know this form of mask."""
         from torch.nn.attention.bias import causal_lower_right
 
         found = []
@@ -185,11 +191,85 @@ def take_out(block: torch.nn.Module) -> None:
     block.__dict__.pop(_KEY, None)
 
 
+class _CausalOnCpu(torch.autograd.Function):
+    """Causal attention of parts on a CPU; keys and values are gathered again in backward, so that only parts are kept.
+
+    A piece of queries is two calls of the CPU's kernel, the earlier keys and the square on the diagonal, whose results are put
+    together. Each call gives the logarithm of the sum that it divided by; with the sum of both, and the result of both, its
+    backward gives its share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by keys is made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
+    ) -> torch.Tensor:
+        whole_key, whole_value = _whole(query, key, value, axis)
+        found = [_forward(part, whole_key, whole_value, start, scale) for part, start in _pieces(query, axis)]
+        out, sums = (torch.cat([pair[index] for pair in found], 2) for index in (0, 1))
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.axis, ctx.scale = axis, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        axis = ctx.axis
+        whole_key, whole_value = _whole(query, key, value, axis)
+        of_key, of_value = torch.zeros_like(whole_key), torch.zeros_like(whole_value)
+        of_query = []
+        for place, (part, start) in enumerate(_pieces(query, axis)):
+            end, step = start + part.shape[2], part.shape[2]
+            mine = [each.narrow(2, place * step, step).contiguous() for each in (grad, out, sums)]
+            total = torch.zeros_like(part)
+            for begin, until, is_causal in ((start, end, True), (0, start, False)):
+                if begin < until:
+                    here = slice(begin, until)
+                    keys, values = whole_key[:, :, here], whole_value[:, :, here]
+                    more = _BACKWARD(mine[0], part, keys, values, *mine[1:], 0.0, is_causal, scale=ctx.scale)
+                    total += more[0]
+                    of_key[:, :, here] += more[1]
+                    of_value[:, :, here] += more[2]
+            of_query.append(total)
+        both = torch.cat([_summed(of_key, key), _summed(of_value, value)], -1)
+        both = sequences.scatter(both, axis, -2)
+        return torch.cat(of_query, 2), both[..., : key.shape[-1]], both[..., key.shape[-1] :], None, None
+
+
 def _pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
     """This rank's pieces, and where in the sequence they begin."""
     step = query.shape[2] // 2
     numbers = sequences.pieces_of(axis.rank, axis)
     return [(query.narrow(2, place * step, step), number * step) for place, number in enumerate(numbers)]
+
+
+def _whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values, with as many heads as there are queries; repeated here, they travel once."""
+    both = sequences.gather(torch.cat([key, value], -1), axis, -2)
+    times = query.shape[1] // key.shape[1]
+    both = both if times == 1 else both.repeat_interleave(times, 1)
+    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+
+def _summed(grad: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Over the heads that share a key."""
+    times = grad.shape[1] // part.shape[1]
+    return grad if times == 1 else grad.view(grad.shape[0], -1, times, *grad.shape[2:]).sum(2)
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of one piece of queries, and the logarithms of the sums."""
+    end = start + query.shape[2]
+    out, sums = _FORWARD(query, key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale)[:2]
+    if not start:
+        return out, sums
+    before, its_sums = _FORWARD(query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scale)[:2]
+    total = torch.logaddexp(sums, its_sums)
+    shares = [(each - total).exp().unsqueeze(-1) for each in (sums, its_sums)]
+    return (out * shares[0] + before * shares[1]).to(query.dtype), total
 
 
 attention = Later("torch.distributed.tensor.experimental._attention")
