@@ -34,6 +34,13 @@ class Case:
     accumulation: int = 1
     recompute: bool = False
     lora: bool = False
+    varies: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of its sequences, up to the model's longest, in an order that is no order; empty: all batches are alike."""
+        longest = MODELS[self.model].longest if self.varies else 0
+        return tuple(longest // 8 + 37 * each % (longest - longest // 8) for each in range(1, 17)) if longest else ()
 
 
 KINDS = ("t4", "a100-80gb", "rtx-3090", "rtx-4090", "h100", "b200")
@@ -52,6 +59,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+_VARYING = (("a100-80gb", "no"), ("h100", "bf16"), ("b200", "bf16"))
+
+
 def cases() -> list[Case]:
     """Every model with seven settings, in turn over the settings and the kinds of device."""
     settings, kinds = cycle(SETTINGS), cycle(KINDS)
@@ -62,6 +72,8 @@ def cases() -> list[Case]:
             while (given.get("recompute") or given.get("lora")) and not model.is_transformers:
                 given = next(settings)
             found.append(Case(name, next(kinds), **given))
+    varying = [name for name, model in MODELS.items() if model.longest]
+    found += [Case(name, kind, precision, varies=True) for name in varying for kind, precision in _VARYING]
     return found
 
 
@@ -127,9 +139,10 @@ class Run:
     scaler: Any
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Of three updates."""
-        for _ in range(3 * self.case.accumulation):
-            yield MODELS[self.case.model].batch(MODELS[self.case.model].size, "cuda")
+        """Of three updates, or one for each length."""
+        model = MODELS[self.case.model]
+        for asked in [(length,) for length in self.case.lengths] or [()] * (3 * self.case.accumulation):
+            yield model.batch(model.size, "cuda", *asked)
 
     def autocast(self) -> Any:
         """Of the case's precision."""
@@ -209,9 +222,9 @@ def forecast(case: Case) -> tuple[int, int, int]:
 
     model, own = MODELS[case.model], case.optimizer == "adafactor"
     found = headway.forecast(
-        lambda: make(case), lambda size: model.batch(size, "cpu"), batch_size=model.size, loss=lambda outputs, _: outputs["loss"],
+        lambda: make(case), lambda size, *asked: model.batch(size, "cpu", *asked), batch_size=model.size, loss=lambda outputs, _: outputs["loss"],
         optimizer="adafactor" if own else OPTIMIZERS[case.optimizer], device=case.device, precision=case.precision,
-        accumulation=case.accumulation, loop=case.loop, largest=False,
+        accumulation=case.accumulation, loop=case.loop, lengths=case.lengths, largest=False,
     )  # fmt: skip
     return int(found.allocated), int(found.reserved), int(found.most) - find(case.device).overhead[2]
 

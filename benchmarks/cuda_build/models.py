@@ -14,17 +14,19 @@ class Model:
 
     Attributes:
         make: makes it; called with `**batch`, it returns a mapping with the loss.
-        batch: from a number of samples and a device.
+        batch: from a number of samples, a device, and of those with `lengths` a length.
         size: samples.
         is_transformers: it has gradient_checkpointing_enable.
         has_convolutions: cuDNN's, which need the values of the simulated runtime.
+        longest: the sequences of its batches may be of any length up to this; 0: not.
     """
 
     make: Callable[[], nn.Module]
-    batch: Callable[[int, str], dict[str, torch.Tensor]]
+    batch: Callable[..., dict[str, torch.Tensor]]
     size: int
     is_transformers: bool = True
     has_convolutions: bool = False
+    longest: int = 0
 
 
 class WithLoss(nn.Module):
@@ -52,10 +54,10 @@ def transformer(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def tokens(length: int, labels: int | None = None, **more: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
+def tokens(length: int, labels: int | None = None) -> Callable[..., dict[str, torch.Tensor]]:
     """Token ids, with labels for each of them, or one for each sample."""
 
-    def batch(size: int, device: str) -> dict[str, torch.Tensor]:
+    def batch(size: int, device: str, length: int = length) -> dict[str, torch.Tensor]:
         found = {"input_ids": torch.zeros(size, length, dtype=torch.long, device=device)}
         shape = (size, length) if labels is None else (size,) if labels == 0 else (size, labels)
         found["labels"] = torch.zeros(shape, dtype=torch.long, device=device)
@@ -160,9 +162,9 @@ _LLAMA |= {"num_key_value_heads": 4, "vocab_size": 32000, "use_cache": False}
 _BERT = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
 
 MODELS = {
-    "GPT-2": Model(transformer("GPT2LMHeadModel", n_layer=6, use_cache=False), tokens(512), 8),
-    "Llama": Model(transformer("LlamaForCausalLM", **_LLAMA), tokens(512), 8),
-    "Qwen2": Model(transformer("Qwen2ForCausalLM", **_LLAMA), tokens(768), 4),
+    "GPT-2": Model(transformer("GPT2LMHeadModel", n_layer=6, use_cache=False), tokens(512), 8, longest=512),
+    "Llama": Model(transformer("LlamaForCausalLM", **_LLAMA), tokens(512), 8, longest=512),
+    "Qwen2": Model(transformer("Qwen2ForCausalLM", **_LLAMA), tokens(768), 4, longest=768),
     "Gemma2": Model(transformer("Gemma2ForCausalLM", **_LLAMA, head_dim=64), tokens(512), 4),
     "OPT": Model(
         transformer(
@@ -189,7 +191,7 @@ MODELS = {
         tokens(512),
         8,
     ),
-    "BERT": Model(transformer("BertForMaskedLM", **_BERT), tokens(384), 16),
+    "BERT": Model(transformer("BertForMaskedLM", **_BERT), tokens(384), 16, longest=384),
     "BERT, classes": Model(transformer("BertForSequenceClassification", **_BERT), tokens(384, 0), 16),
     "DistilBERT": Model(transformer("DistilBertForTokenClassification"), tokens(256), 16),
     "RoBERTa": Model(transformer("RobertaForMaskedLM", **_BERT), tokens(384), 16),

@@ -80,7 +80,7 @@ class Forecast:
         fits: even the most stays within the budget; False: not even the least does; None: it is too close to tell.
         largest_batch: whose most stays within the budget; None: it was not looked for.
         longest_sequence: whose most stays within the budget, at `batch_size`; None: it was not looked for.
-        timeline: `allocated` over the requests of the two steps, by what it is held for.
+        timeline: `allocated` over the requests of the steps, by what it is held for.
         by_batch: (batch, `most`) of some batches up to beyond the largest; empty where that was not looked for.
         num_traces: steps that were traced.
         seconds: that the forecast took.
@@ -142,7 +142,7 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
     """A forecast of what was traced, with nothing searched for.
 
     Args:
-        traced: two steps.
+        traced: two steps or more.
         target: the device.
         batch_size: samples of a micro-batch.
         limit: bytes that the whole process may take; None: unknown.

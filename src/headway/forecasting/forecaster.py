@@ -30,7 +30,7 @@ class StepForecaster:
 
     Attributes:
         model_fn: makes the model, here without memory.
-        batch_fn: gives a micro-batch of so many samples.
+        batch_fn: gives a micro-batch of so many samples, and of a length where the recipe has lengths.
         recipe: of the step.
         device: the target.
         prepare: is given the model before the first step; None: nothing is done.
@@ -41,7 +41,7 @@ class StepForecaster:
     """
 
     model_fn: Callable[[], nn.Module]
-    batch_fn: Callable[[int], Any]
+    batch_fn: Callable[..., Any]
     recipe: StepRecipe
     device: Device
     prepare: Callable[[nn.Module], object] | None = None
@@ -75,7 +75,7 @@ class StepForecaster:
         return replace(found, num_traces=self.num_traces, seconds=time.perf_counter() - began)
 
     def trace(self, batch_size: int) -> Trace:
-        """Two steps of micro-batches of so many samples."""
+        """The recipe's steps, of micro-batches of so many samples."""
         if batch_size not in self._traces:
             self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size), f"{batch_size} samples")
         return self._traces[batch_size]
@@ -109,7 +109,7 @@ class StepForecaster:
         )
         return search.run() * unit
 
-    def _trace_batch(self, batch: Callable[[], Any], shown: str) -> Trace:
+    def _trace_batch(self, batch: Callable[..., Any], shown: str) -> Trace:
         self.num_traces += 1
         logger.info("tracing a step of %s", shown)
         parts = self.model_fn, batch, self.recipe, self.device, self.prepare

@@ -28,7 +28,7 @@ Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
 def forecast(
     model_fn: Callable[[], nn.Module],
-    batch_fn: Callable[[int], Any],
+    batch_fn: Callable[..., Any],
     *,
     batch_size: int = 8,
     optimizer: Optimizer = "adamw",
@@ -40,6 +40,7 @@ def forecast(
     accumulation: int = 1,
     max_norm: float | None = None,
     loop: str | Loop = "plain",
+    lengths: Sequence[int] = (),
     expandable_segments: bool = False,
     largest: bool = True,
     longest: LongestSequence | None = None,
@@ -56,7 +57,7 @@ def forecast(
 
     Args:
         model_fn: makes the model, here without memory.
-        batch_fn: makes a micro-batch of a given number of samples; its values do not matter.
+        batch_fn: makes a micro-batch of a given number of samples, as `batch_fn(batch_size)`; its values do not matter.
         batch_size: samples of the micro-batch that is forecast.
         optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor", "adafactor_transformers",
             "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes the optimizer from parameters.
@@ -71,6 +72,9 @@ def forecast(
             their values until they are assigned again, and gradients are cleared after the update. "zero_grad_before_backward": the
             same, but gradients are cleared between forward and backward. "loss_function": a function computes the loss, and the
             outputs go when it returns. Or the loop itself, as `loop(model, batches, optimizer)`; `loss` is then not used.
+        lengths: of sequences that vary, a micro-batch each in this order, made by `batch_fn(batch_size, length)`: all updates that
+            they make up are traced, so that what torch's allocator loses between blocks of unlike sizes is counted. A sample of some
+            tens of a data set's is meant. Empty: all micro-batches are alike.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         largest: also look for the largest batch within the budget.
         longest: also look for the longest sequence within the budget, at `batch_size`.
@@ -90,12 +94,14 @@ def forecast(
     """
     check_count(batch_size=batch_size)
     target = find(device)
-    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm, loop=loop)
+    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm, loop=loop, lengths=tuple(lengths))
+    if lengths and longest is not None:
+        raise ConfigError("lengths and longest are both given: the longest sequence is searched for at one length; give one of them")
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
     step = StepForecaster(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, place)
     found = step.forecast(batch_size, budget_of(target, budget), largest, longest)
-    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(batch_fn(1)))
+    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(batch_fn(1, *next(recipe.asked()))))
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
 
 

@@ -43,7 +43,7 @@ _NO_FAKE = (
 
 def trace(
     make: Callable[[], nn.Module],
-    batch: Callable[[], Batch],
+    batch: Callable[..., Batch],
     recipe: StepRecipe,
     device: Device,
     prepare: Callable[[nn.Module], object] | None = None,
@@ -99,7 +99,7 @@ def _made(
 def _trace_model(
     model: nn.Module,
     fake: FakeTensorMode,
-    batch: Callable[[], Batch],
+    batch: Callable[..., Batch],
     recipe: StepRecipe,
     device: Device,
     spread: Spread | None,
@@ -122,16 +122,18 @@ def _trace_model(
         return tracker.trace()
 
 
-def _batches(batch: Callable[[], Batch], fake: FakeTensorMode) -> Callable[[], Batch]:
-    """Fake copies of one batch, which the tracker does not see being made."""
+def _batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[..., Batch]:
+    """Fake copies of one batch of each length, which the tracker does not see being made."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        first = batch()
+    made: dict[tuple[int, ...], Batch] = {}
 
-    def next_batch() -> Batch:
-        with _disable_current_modes(), fake:
-            return tree_map(copied, first)
+    def next_batch(*asked: int) -> Batch:
+        with _disable_current_modes():
+            if asked not in made:
+                made[asked] = batch(*asked)
+            with fake:
+                return tree_map(copied, made[asked])
 
     return next_batch
 

@@ -53,6 +53,7 @@ class StepRecipe:
         loop: what holds memory between the calls. "plain": a loop's names, outputs and loss among them, keep their values until they
             are assigned again, and gradients go after the update. "zero_grad_before_backward": the same, but gradients go between
             forward and backward. "loss_function": a function computes the loss, and outputs go when it returns. Or the loop itself.
+        lengths: of one micro-batch after the other, each of which is then asked for with its length; empty: all are alike.
     """
 
     optimizer: MakeOptimizer | None
@@ -62,6 +63,7 @@ class StepRecipe:
     max_norm: float | None = None
     keeps_gradients: bool = False
     loop: str | Loop = "plain"
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
@@ -74,6 +76,20 @@ class StepRecipe:
                 f"loop={self.loop!r}; allowed: {', '.join(LOOPS)}, or a function (model, batches, optimizer)"
             )
         check_count(accumulation=self.accumulation)
+        if self.lengths and (len(self.lengths) % self.accumulation or self.updates < STEPS or min(self.lengths) < 1):
+            raise ConfigError(
+                f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole updates "
+                f"of {self.accumulation} micro-batch(es) each, all of 1 or more"
+            )
+
+    @property
+    def updates(self) -> int:
+        """How many are traced."""
+        return len(self.lengths) // self.accumulation if self.lengths else STEPS
+
+    def asked(self) -> Iterator[tuple[int, ...]]:
+        """What each micro-batch is asked for: its length, or nothing."""
+        yield from ((length,) for length in self.lengths) if self.lengths else [()] * (STEPS * self.accumulation)
 
 
 class StepObserver:
@@ -128,22 +144,23 @@ class StepEngine:
 def run_steps(
     model: nn.Module,
     recipe: StepRecipe,
-    batch: Callable[[], Batch],
+    batch: Callable[..., Batch],
     watcher: StepObserver,
     engine: StepEngine,
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Two updates by one of `LOOPS`; see `StepRecipe`."""
+    """The updates of one of `LOOPS`; see `StepRecipe`."""
+    asked = recipe.asked()
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
     outputs: Any = None
     loss: torch.Tensor | None = None
-    for step in range(1, STEPS + 1):
+    for step in range(1, recipe.updates + 1):
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
-            held = mark_batch(batch(), watcher)
+            held = mark_batch(batch(*next(asked)), watcher)
             with engine.micro_batch(is_last=index == recipe.accumulation - 1):
                 with autocast(recipe.precision):
                     outputs = _outputs(model, held)
@@ -277,17 +294,17 @@ def _in_order_of_moving(model: nn.Module, which: str) -> list[torch.Tensor]:
 def run(
     model: nn.Module,
     recipe: StepRecipe,
-    batch: Callable[[], Batch],
+    batch: Callable[..., Batch],
     watcher: StepObserver | None = None,
     on_cuda: bool = False,
     engine: StepEngine | None = None,
 ) -> None:
-    """Run two updates of a model.
+    """Run the updates of a model.
 
     Args:
         model: its parameters lie where it computes.
         recipe: how.
-        batch: gives the next micro-batch.
+        batch: gives the next micro-batch, of a length where the recipe has lengths.
         watcher: is told what goes on.
         on_cuda: optimizers choose their kernels as they do for parameters on a card.
         engine: what spreads the model over ranks; None: it is alone.
@@ -352,12 +369,12 @@ def run_loop(
     loop: Loop,
     model: nn.Module,
     recipe: StepRecipe,
-    batch: Callable[[], Batch],
+    batch: Callable[..., Batch],
     watcher: StepObserver,
     engine: StepEngine,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Run a loop over the micro-batches of two updates.
+    """Run a loop over the micro-batches.
 
     Raises:
         ConfigError: it ended without a backward, or without the updates of its batches.
@@ -365,19 +382,19 @@ def run_loop(
     phases = LoopPhases(watcher, engine)
 
     def batches() -> Iterator[Batch]:
-        for _ in range(STEPS * recipe.accumulation):
+        for asked in recipe.asked():
             phases.enter("forward")
-            yield mark_batch(batch(), watcher)  # held by the loop alone
+            yield mark_batch(batch(*asked), watcher)  # held by the loop alone
 
     if optimizer is not None:
         optimizer.register_step_pre_hook(lambda *_: phases.enter("update"))
         optimizer.register_step_post_hook(lambda stepped, *_: phases.updated(stepped))
     with phases, autocast(recipe.precision), engine.micro_batch(is_last=True):
         loop(model, batches(), optimizer)
-    wanted = 0 if optimizer is None else STEPS
+    wanted = 0 if optimizer is None else recipe.updates
     if not phases.has_backward or phases.num_updates < wanted:
         raise ConfigError(
-            f"loop= was given {STEPS * recipe.accumulation} micro-batches and made {phases.num_updates} updates"
+            f"loop= was given {recipe.updates * recipe.accumulation} micro-batches and made {phases.num_updates} updates"
             f"{'' if phases.has_backward else ' and no backward'}; it must iterate over all of its batches, call backward on the "
             f"loss, and step the optimizer after every {recipe.accumulation}"
         )
