@@ -222,7 +222,8 @@ def forecast(case: Case) -> tuple[int, int, int]:
 
     model, own = MODELS[case.model], case.optimizer == "adafactor"
     found = headway.forecast(
-        lambda: make(case), lambda size, *asked: model.batch(size, "cpu", *asked), batch_size=model.size, loss=lambda outputs, _: outputs["loss"],
+        lambda: make(case), lambda size, *asked: model.batch(size, "cpu", *asked), batch_size=model.size,
+        loss=lambda outputs, _: outputs["loss"],
         optimizer="adafactor" if own else OPTIMIZERS[case.optimizer], device=case.device, precision=case.precision,
         accumulation=case.accumulation, loop=case.loop, lengths=case.lengths, largest=False,
     )  # fmt: skip

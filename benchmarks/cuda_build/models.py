@@ -248,4 +248,15 @@ MODELS = {
     "graph": Model(lambda: WithLoss(Graph(), nn.functional.mse_loss), pairs((2048, 256), (2048, 256)), 4, False),
     "MLP-Mixer": Model(lambda: WithLoss(Mixer(), nn.functional.mse_loss), pairs((196, 384), (196, 384)), 32, False),
     "nn.Transformer": Model(encoder, pairs((256, 512), (256, 512)), 16, False),
+    "Qwen3-MoE": Model(
+        transformer(
+            "Qwen3MoeForCausalLM",
+            **{**_LLAMA, "hidden_size": 512, "head_dim": 64},
+            moe_intermediate_size=512,
+            num_experts=8,
+            num_experts_per_tok=2,
+        ),
+        tokens(512),
+        8,
+    ),
 }

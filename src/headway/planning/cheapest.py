@@ -117,7 +117,7 @@ def cheapest(
     for kernel, optimizer, precision, again in product(attention, optimizers, precisions, recompute):
         options, prepare = preparation(again, EngineOptions())
         step = StepForecaster(
-            partial(made, partial(_with_attention, model_fn, kernel)),
+            partial(made, partial(_with_attention, model_fn, kernel), batch_fn(1)),
             batch_fn,
             StepRecipe(maker(optimizer), loss, precision, 1, max_norm, loop=loop),
             target,

@@ -17,12 +17,14 @@ from headway.forecasting.device.devices import Device, budget_of, find
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
+from headway.forecasting.tracing.tensors import MASK
 from headway.planning.dry_run.script import rehearse
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.sources import unmasked
 
+_PACKED = "position_ids"
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
 
@@ -96,12 +98,17 @@ def forecast(
     target = find(device)
     recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm, loop=loop, lengths=tuple(lengths))
     if lengths and longest is not None:
-        raise ConfigError("lengths and longest are both given: the longest sequence is searched for at one length; give one of them")
+        raise ConfigError(
+            "lengths and longest are both given: the longest sequence is searched for at one length; give one of them"
+        )
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
-    step = StepForecaster(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, place)
+    example = batch_fn(1, *next(recipe.asked()))
+    step = StepForecaster(
+        partial(made, model_fn, example), batch_fn, recipe, target, prepare, expandable_segments, place
+    )
     found = step.forecast(batch_size, budget_of(target, budget), largest, longest)
-    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(batch_fn(1, *next(recipe.asked()))))
+    caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(example))
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
 
 
@@ -133,13 +140,13 @@ def forecast_script(
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def made(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """The model as it is traced."""
+def made(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
+    """The model as it is traced with such a batch; in one with positions transformers masks packed sequences from each other."""
     model = model_fn()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
     # A mask in the batch is looked into by transformers, which takes another way if nothing is masked.
-    return unmasked(model) if hasattr(model, "set_attn_implementation") else model
+    return unmasked(model) if hasattr(model, "set_attn_implementation") and not _holds(batch, _PACKED) else model
 
 
 def preparation(
@@ -170,10 +177,19 @@ def _place(
     return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
 
 
+def _holds(batch: Any, name: str) -> bool:
+    return isinstance(batch, dict) and name in batch
+
+
 def _of_batch(batch: Any) -> tuple[str, ...]:
-    if not isinstance(batch, dict) or "attention_mask" not in batch:
-        return ()
-    return (
-        "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
-        "which a run leaves out if no token is padding",
-    )
+    if _holds(batch, MASK):
+        return (
+            "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
+            "which a run leaves out if no token is padding",
+        )
+    if _holds(batch, _PACKED):
+        return (
+            "the batch has position_ids, which are taken to be those of packed sequences: transformers then builds a mask, which a "
+            "run leaves out if each row is one sequence; leave position_ids out to forecast that",
+        )
+    return ()

@@ -75,7 +75,9 @@ def test_unlike_blocks_cost_the_allocator_memory_and_expandable_segments_save_it
 
 def test_the_largest_batch_is_for_these_lengths():
     found = forecast(lengths=LENGTHS, budget="3GiB", largest=True)
-    at_most = {size: forecast(lengths=LENGTHS, batch_size=size).most for size in (found.largest_batch, found.largest_batch + 1)}
+    at_most = {
+        size: forecast(lengths=LENGTHS, batch_size=size).most for size in (found.largest_batch, found.largest_batch + 1)
+    }
     assert at_most[found.largest_batch] <= 3 << 30 < at_most[found.largest_batch + 1]
 
 

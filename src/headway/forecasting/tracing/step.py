@@ -78,8 +78,8 @@ class StepRecipe:
         check_count(accumulation=self.accumulation)
         if self.lengths and (len(self.lengths) % self.accumulation or self.updates < STEPS or min(self.lengths) < 1):
             raise ConfigError(
-                f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole updates "
-                f"of {self.accumulation} micro-batch(es) each, all of 1 or more"
+                f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole "
+                f"updates of {self.accumulation} micro-batch(es) each, all of 1 or more"
             )
 
     @property

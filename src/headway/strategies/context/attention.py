@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from headway.common.optional import Later
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
-from headway.strategies.parts import extend
 from headway.strategies.context import sequences
+from headway.strategies.parts import extend
 from headway.strategies.tensor.crossings import SplitAxis
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

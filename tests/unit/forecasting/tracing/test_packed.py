@@ -1,0 +1,36 @@
+"""Packed sequences: positions that start anew, for which transformers builds a mask, beside torch's profiler."""
+
+import pytest
+import torch
+
+import headway
+from benchmarks.forecast.truth import peak
+from headway.forecasting.tracing.step import StepRecipe
+
+transformers = pytest.importorskip("transformers")
+
+
+def make():
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=100, use_cache=False))
+
+
+def batch(size):
+    tokens = torch.zeros(size, 256, dtype=torch.long)
+    places = torch.cat([torch.arange(100), torch.arange(156)]).expand(size, 256).contiguous()
+    return {"input_ids": tokens, "labels": tokens, "position_ids": places}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_mask_of_packed_sequences_is_counted_and_said(precision):
+    found = headway.forecast(make, batch, device="cpu", precision=precision, batch_size=4, largest=False)
+    taken = peak(make().train(), StepRecipe(torch.optim.AdamW, None, precision), lambda: batch(4))
+    assert found.allocated == pytest.approx(taken, rel=0.005)
+    assert "position_ids" in " ".join(found.caveats)
+
+    def rows(size):
+        return {name: tensor for name, tensor in batch(size).items() if name != "position_ids"}
+
+    whole = headway.forecast(make, rows, device="cpu", precision=precision, batch_size=4, largest=False)
+    assert whole.allocated < 0.99 * found.allocated
+    assert not whole.caveats
