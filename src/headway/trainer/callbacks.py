@@ -69,7 +69,7 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         for name in self._OF_THE_RUN:
-            setattr(self, name, state[name] if name in state else getattr(self, name))  # an older checkpoint lacks some
+            setattr(self, name, state[name])
 
 
 @dataclass

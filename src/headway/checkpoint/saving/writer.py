@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
-from headway.checkpoint.format.manifest import VERSION, VERSION_WITH_GRIDS, Manifest, TensorEntry, WrittenFile
+from headway.checkpoint.format.chunks import TensorChunk, file_of
+from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
 from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
@@ -330,9 +330,8 @@ def _assemble(
         )
         for name, tensor in job.content.tensors.items()
     }
-    version = VERSION_WITH_GRIDS if any(isinstance(entry.chunks, ChunkGrid) for entry in tensors.values()) else VERSION
     content = job.content
-    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about, version)
+    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about)
 
 
 def _prove(manifest: Manifest) -> None:
