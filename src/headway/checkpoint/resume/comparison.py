@@ -257,8 +257,7 @@ class RunComparison:
             lines.append(f"world {before} -> {now}; RNG states are derived from (seed, update, rank)")
         elif len(saved.ranks) < now:
             lines.append(
-                f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' RNG states: these are derived "
-                "from (seed, update, rank)"
+                f"saved on rank {', '.join(map(str, saved.ranks))} alone, so others' RNG states are derived from (seed, update, rank)"
             )
         parts = self.strategy.data_shard.count
         if before == now and saved.num_shards != parts:

@@ -380,8 +380,7 @@ class BackgroundSave:
                 write(job, self._wait)
             except BaseException as error:  # handed to the loop, which raises it
                 self._error = CheckpointError(
-                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are "
-                    "as they were"
+                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier ones are intact"
                 )
                 self._error.__cause__ = error
                 abandon(job)
