@@ -1,4 +1,4 @@
-"""Saving: every rank writes its part into the staging folder, one process a disk commits, in step or behind the loop.
+"""Saving: every rank writes its part into the staging folder, one process a disk the manifest; in step or behind the loop.
 
 The ranks of one disk speak through files in the staging folder, which works from a background thread, needs no
 collective while the loop trains, and leaves nothing that a later save does not sweep::
