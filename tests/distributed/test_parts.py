@@ -276,7 +276,7 @@ def test_a_model_in_parts_is_not_called_on_one_rank_alone() -> None:
 def unborn() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(PrepareError, match="Linear has 2 parameters on the meta device"):
+    with pytest.raises(PrepareError, match="2 parameters of Linear are on the meta device"):
         Accelerator(cpu=True).prepare(model)
 
 

@@ -39,7 +39,7 @@ def stages_without_values() -> None:
     accelerator = Accelerator(cpu=True, strategy="pp")
     with init_empty_weights():
         model = GPT(num_blocks=2)
-    refused(accelerator, PrepareError, "load or initialise them before prepare()", lambda: accelerator.prepare(model))
+    refused(accelerator, PrepareError, "load them before prepare()", lambda: accelerator.prepare(model))
     accelerator.end_training()
 
 
@@ -106,6 +106,4 @@ def test_two_ranks():
 def test_labels_that_one_sequence_cannot_pad_are_an_error_on_all_ranks():
     for told in run_ranks(labels_of_one_sequence, 4):
         assert all("name the label that the loss of Other ignores" in each for each in told[:2]), told
-        assert all(
-            "the batch of ranks 0, 1 has labels that context parallelism cannot pad" in each for each in told[2:]
-        ), told
+        assert all("the batch of ranks 0, 1 has labels that cannot be padded" in each for each in told[2:]), told

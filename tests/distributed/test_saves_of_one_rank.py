@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
 ALONE = (
-    "saved on rank 0 alone, without the others' RNG states: these are derived from (seed, update, rank)"
+    "saved on rank 0 alone, so others' RNG states are derived from (seed, update, rank)"
 )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
 # -------------------------------------------------------------------- manifests
 
 
-def sealed(content: Any, version: int = 2) -> bytes:
+def sealed(content: Any, version: int = 3) -> bytes:
     """A manifest whose own hash fits."""
     return json.dumps(
         {"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}

@@ -149,9 +149,9 @@ def locate(path: Path) -> Path:
 
 
 def run_of(folder: Path) -> str | None:
-    """The id of the run that saved a checkpoint: "" where it was saved before runs had one; None where it is damaged."""
+    """The id of the run that saved a checkpoint; None where it is damaged."""
     try:
-        return str(read_manifest(folder).about.get("run", ""))
+        return str(read_manifest(folder).about.get("run"))
     except CheckpointError:
         return None
 

@@ -129,8 +129,7 @@ def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
             )
         if isinstance(key, int) and 0 <= key < len(held):
             raise CheckpointError(
-                f"optimizer {index} keeps state under the number {key!r}, which torch takes for its parameter {int(key)}: use "
-                "another key"
+                f"optimizer {index} keeps state under {key!r}, which torch takes for its parameter {int(key)}: use another key"
             )
 
 

@@ -159,8 +159,7 @@ def _interactive(config_file: str | None) -> None:
     """Ask, write, and say where."""
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise StateError(
-            "`headway config` asks questions and needs a terminal; "
-            "without one, `headway config default` writes a file that you can edit"
+            "`headway config` asks questions on a terminal; without one, `headway config default` writes a file to edit"
         )
     from headway.launch import machine
 

@@ -112,8 +112,7 @@ def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[
         yield Finding(
             "bad",
             f"an accelerator's driver is loaded, but this torch can use none; {cores}",
-            "install the build of torch for it (the version above tells which build this is), and see that no "
-            "CUDA_VISIBLE_DEVICES hides it",
+            "install the build of torch for it (see the version above); see that no CUDA_VISIBLE_DEVICES hides it",
         )
     else:
         yield Finding("ok", f"no accelerator, {cores}")

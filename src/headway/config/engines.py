@@ -69,8 +69,7 @@ class Float8Options:
             )
         if self.config is not None and self._has_recipe:
             raise ConfigError(
-                "Float8Options has a config, which says all that recipe, fsdp_all_gather, pad_inner_dim and emulate say; give one of "
-                "the two"
+                "Float8Options has a config, which says what recipe, fsdp_all_gather, pad_inner_dim and emulate say; give one"
             )
 
     @property
@@ -124,8 +123,7 @@ class AORecipeKwargs:
         pads = True if self.pad_inner_dim is None else self.pad_inner_dim
         if self.config is not None and (not pads or self.enable_fsdp_float8_all_gather is not None):
             raise ConfigError(
-                "AORecipeKwargs has a config, which says what pad_inner_dim and enable_fsdp_float8_all_gather say; give one of "
-                "the two"
+                "AORecipeKwargs has a config, which says what pad_inner_dim and enable_fsdp_float8_all_gather say; give one"
             )
         return Float8Options(
             fsdp_all_gather=self.enable_fsdp_float8_all_gather,

@@ -360,8 +360,7 @@ class RequestedLayout:
             return classes, 0
         if classes:
             raise ConfigError(
-                f"fsdp_auto_wrap_policy={policy} does not use classes, but these are named to be wrapped: {', '.join(classes)}; drop "
-                "one of the two"
+                f"fsdp_auto_wrap_policy={policy} does not use classes, but some are named: {', '.join(classes)}; drop one"
             )
         if policy == by_size or (policy is None and number):
             return (), number or _PARAMETERS

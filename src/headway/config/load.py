@@ -104,8 +104,7 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
         if hint:
             close = hint.removeprefix("; did you mean ").removesuffix("?")
             raise ConfigError(
-                f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? "
-                "Rename or unset it"
+                f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? Rename it"
             )
     return found
 

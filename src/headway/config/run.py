@@ -148,8 +148,7 @@ def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) 
         raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches whole")
     if microbatching == "auto" and plugin.sync_each_batch:
         raise ConfigError(
-            "microbatching='auto' lets nothing travel before a window's end, which contradicts sync_each_batch=True; "
-            "drop one of the two"
+            "microbatching='auto' lets nothing travel before a window's end, sync_each_batch=True does; drop one"
         )
     return microbatching == "auto"
 

@@ -233,8 +233,7 @@ def _check_unsplit(dataset: Any) -> None:
     # split_dataset_by_node leaves this mark, torch's pipes shard themselves by the process group.
     if getattr(dataset, "_distributed", None) is not None:
         raise DataError(
-            "the dataset went through split_dataset_by_node and holds one rank's part already, which Headway would "
-            "share out again; leave that call out"
+            "the dataset holds one rank's part already (split_dataset_by_node), and Headway shares data out; leave that call out"
         )
     if isinstance(dataset, IterDataPipe | MapDataPipe):
         raise DataError(
@@ -246,9 +245,8 @@ def _check_unsplit(dataset: Any) -> None:
 def _check_split(loader: DataLoader[Any], count: int) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
-            "split_batches=True with batch_size=None: the DataLoader makes no batches that could be split. "
-            "Give it a batch_size, or leave split_batches out (each rank then takes every "
-            f"{count}. item)"
+            "split_batches=True with batch_size=None: the DataLoader makes no batches to split; give it a batch_size, or leave "
+            f"split_batches out (each rank then takes every {count}. item)"
         )
     batch_sampler = loader.batch_sampler
     size = getattr(batch_sampler, "batch_size", None) if isinstance(batch_sampler, BatchSampler) else loader.batch_size

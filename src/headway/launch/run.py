@@ -3,13 +3,11 @@
 Checks that a launch's script or module can be started: before any process starts, and without running it.
 """
 
-import importlib.machinery
 import importlib.util
 import os
-import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -131,52 +129,20 @@ def _check_module(target: str) -> None:
         )
     if not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
-    missing = _missing(target.split("."))
-    if missing == target:
+    # Only the first part: to find the others Python imports the packages, and what is missing there it says itself.
+    if not _is_there(target.partition(".")[0]):
         raise ConfigError(
             f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
             "start from the folder that holds it, or install it, or leave -m out to run a file"
         )
-    if missing:
-        raise ConfigError(f"there is no module {target!r}: {missing!r} is not there; correct the name, or install it")
 
 
-def _missing(parts: Sequence[str]) -> str | None:
-    """The first part of the dotted name that is not there, and cannot come to be as its package is imported; None: it is there.
-
-    Nothing is imported, so nothing of the user's runs in the launcher.
-    """
+def _is_there(name: str) -> bool:
     with _here_first():
-        spec = _find(parts[0], None)
-        for number, part in enumerate(parts[1:], start=2):
-            if spec is None or spec.submodule_search_locations is None:
-                break
-            folders = list(getattr(spec.submodule_search_locations, "_path", spec.submodule_search_locations))
-            outer, spec = spec, _find(part, folders)
-            if spec is None:
-                return None if _is_dynamic(outer) else ".".join(parts[:number])
-        else:
-            return None if spec is not None else parts[0]
-    return parts[0] if spec is None else ".".join(parts)
-
-
-def _find(name: str, folders: list[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a top-level module, or of the part `name` of a package in `folders`."""
-    if folders is not None:
-        return importlib.machinery.PathFinder.find_spec(name, folders)
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-
-
-def _is_dynamic(package: importlib.machinery.ModuleSpec) -> bool:
-    """May the package find its parts by itself? Then only importing it would tell."""
-    try:
-        content = Path(package.origin).read_text(errors="replace") if package.origin else ""
-    except OSError:
-        return True
-    return re.search(r"__path__|sys\.modules|meta_path", content) is not None
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError, AttributeError):
+            return False
 
 
 @contextmanager

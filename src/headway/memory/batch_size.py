@@ -191,8 +191,7 @@ def _check_parameters(plan: _SearchSettings, function: _Function, parameters: li
     takes_steps = any(each.name == STEPS or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     if plan.keeps_global_batch and not takes_steps:
         raise ConfigError(
-            f"with keep_global_batch=True {_name(function)} is also given {STEPS}=...; add that parameter, and hand it to the "
-            "Accelerator"
+            f"with keep_global_batch=True {_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
         )
 
 

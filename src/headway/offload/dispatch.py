@@ -244,8 +244,7 @@ def _move(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folde
     empty = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in values]
     if empty:
         raise ConfigError(
-            f"{len(empty)} tensors have no values: {', '.join(empty[:5])}; load a checkpoint before placing the model, or "
-            "pass state_dict="
+            f"{len(empty)} tensors have no values: {', '.join(empty[:5])}; load a checkpoint first, or pass state_dict="
         )
     for name, value in values.items():
         assign(places, groups[name], value, is_mapped=True)
@@ -266,8 +265,7 @@ def _written(
         return {} if found is None else {name: found.tensors[name].tensor() for name in names}
     if folder is None:
         raise ConfigError(
-            f"{len(specs)} tensors are placed on disk and are in no file that can be mapped: {', '.join(list(specs)[:5])}; "
-            "give an offload folder"
+            f"{len(specs)} tensors on disk are in no file that can be mapped: {', '.join(list(specs)[:5])}; give an offload folder"
         )
     empty = [name for name in names if places[name].tensor.is_meta]
     if empty:

@@ -101,8 +101,7 @@ def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]
 
 def _foreign(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} holds the weights of another model ({reason}); give an empty offload folder, or remove the file if the "
-        "other model is not in use"
+        f"{path} holds the weights of another model ({reason}); give an empty offload folder, or remove the file"
     )
 
 
@@ -160,8 +159,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{printable(path)} is {state}, but its entry says {shown(list(shape))} {dtype}, {num_bytes} bytes; offload the model "
-            "again"
+            f"{printable(path)} is {state}; its entry says {shown(list(shape))} {dtype}, {num_bytes} bytes; offload again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
@@ -233,8 +231,7 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
         wanted = (tensor.dtype, tuple(tensor.shape))
         if name in present and "safetensors_file" not in present[name] and _entry(name, present[name]) != wanted:
             raise ConfigError(
-                f"{folder} holds another model: {name} is {present[name]} there, and {list(tensor.shape)} {tensor.dtype} here; "
-                "give an empty folder"
+                f"{folder} holds another {name}: {present[name]}, here {list(tensor.shape)} {tensor.dtype}; give an empty folder"
             )
     index: dict[str, dict[str, Any]] = {}
     for name, tensor in state_dict.items():

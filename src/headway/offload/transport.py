@@ -219,8 +219,7 @@ def pin(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], tor
             arena = allocate(num_bytes)
         except RuntimeError as error:
             logger.warning_once(
-                "only %s of %s of offloaded weights could be pinned (%s); the rest goes through pinned buffers, "
-                "which is slower",
+                "only %s of %s of offloaded weights could be pinned (%s); the rest is copied more slowly",
                 format_bytes(moved),
                 format_bytes(sum(home.nbytes for home in fit)),
                 error,

@@ -197,8 +197,7 @@ def _with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn
         return model
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
-            f"attention={kernel!r}: {type(model).__name__} has no set_attn_implementation; leave attention out, or choose the "
-            "kernel in model_fn"
+            f"attention={kernel!r}: {type(model).__name__} has no set_attn_implementation; choose the kernel in model_fn"
         )
     model.set_attn_implementation(kernel)  # type: ignore[operator]
     return model
@@ -214,8 +213,7 @@ def _divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
     found = sorted({size for size in among if whole % size == 0}, reverse=True)
     if not found:
         raise ConfigError(
-            f"none of micro_batches={list(among)} divides global_batch_size={whole}; give sizes that divide it, or leave "
-            "micro_batches out"
+            f"none of micro_batches={list(among)} divides global_batch_size={whole}; give sizes that do, or none"
         )
     return found
 

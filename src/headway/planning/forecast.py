@@ -170,8 +170,7 @@ def _place(
 ) -> FakeRank:
     if (strategy is None) != (ranks is None):
         raise ConfigError(
-            f"strategy={strategy!r} and ranks={ranks!r}: a layout needs both, as in strategy='fsdp', ranks=8; for one process leave "
-            "both out"
+            f"strategy={strategy!r} and ranks={ranks!r}: give both, as in strategy='fsdp', ranks=8; for one process neither"
         )
     computes_on = "cuda" if target.is_cuda else "cpu"
     return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)

@@ -45,8 +45,7 @@ def check_float8(name: str, hardware: Hardware, options: EngineOptions) -> None:
     if name != "fp8":
         if options.float8 is not None:
             raise ConfigError(
-                f"kwargs_handlers has Float8Options or AORecipeKwargs, but mixed_precision={name!r}; pass mixed_precision='fp8', or "
-                "remove them"
+                f"kwargs_handlers has options of float8, but mixed_precision={name!r}; pass mixed_precision='fp8', or remove them"
             )
         return
     problem = None if (options.float8 or Float8Options()).is_emulated else _lack(hardware)

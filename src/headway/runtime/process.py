@@ -229,8 +229,7 @@ def start(
     if here.runtime is not None:
         if cpu and here.runtime.hardware is not CPU:
             raise ConfigError(
-                f"cpu=True was asked for, but this process already computes on {here.runtime.device}: "
-                "pass cpu=True to the first Accelerator of the process"
+                f"cpu=True was asked for, but this process computes on {here.runtime.device}: give it to the first Accelerator"
             )
         return here.runtime
     wanted = env.get("HEADWAY_DEVICE")

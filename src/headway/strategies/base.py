@@ -139,8 +139,7 @@ class Strategy:
         """
         lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         raise PrepareError(
-            f"{type(model).__name__} has {len(lazy)} parameters on the meta device, such as {lazy[0]!r}; "
-            "load or initialise them before prepare()"
+            f"{len(lazy)} parameters of {type(model).__name__} are on the meta device (as {lazy[0]!r}); load them before prepare()"
         )
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:

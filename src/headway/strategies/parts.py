@@ -1,4 +1,4 @@
-"""Models of which ranks hold parts: the device mesh of a layout, which models these are, and which part stands for a tensor.
+"""Models of which ranks hold parts: their mesh, their repeated blocks, which these models are, which part stands for a tensor.
 
 torch's device mesh of a layout, its axes named as in the layout.
 

@@ -71,8 +71,7 @@ def _read_name(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(
-            f"log_with={each!r} is not a tracker; give a name ({', '.join(_names())}), 'all', an instance of headway.Tracker, or "
-            "a list of these"
+            f"log_with={each!r} is no tracker; give a name ({', '.join(_names())}), 'all', a headway.Tracker, or a list of these"
         )
     return name.lower()
 

@@ -198,8 +198,7 @@ class TrainingArguments(UnknownMembers):
         if self.group_by_length:
             if self.train_sampling_strategy not in ("random", "group_by_length"):
                 raise ConfigError(
-                    f"group_by_length=True and train_sampling_strategy={self.train_sampling_strategy!r} are two ways to sample; "
-                    "give one"
+                    f"group_by_length=True contradicts train_sampling_strategy={self.train_sampling_strategy!r}; give one"
                 )
             self.train_sampling_strategy = "group_by_length"
         if self.warmup_ratio is not None:

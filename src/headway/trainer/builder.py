@@ -33,11 +33,11 @@ _TOLERANCE = 0.05
 # ---------------------------------------------------------------- what is given
 
 
-def checked_arguments(model: Any, args: Any) -> TrainingArguments:
+def checked_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
     """The arguments, or the defaults.
 
     Raises:
-        ConfigError: something else, or in the model's place.
+        ConfigError: something else, or in the model's place; a search for the largest batch with an `optimizer` of the user's.
     """
     if isinstance(model, TrainingArguments):
         raise ConfigError(
@@ -47,7 +47,13 @@ def checked_arguments(model: Any, args: Any) -> TrainingArguments:
         what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
         hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in what else ""
         raise ConfigError(f"the Trainer got {what} as args, which are headway.TrainingArguments{hint}")
-    return TrainingArguments() if args is None else args
+    chosen = TrainingArguments() if args is None else args
+    if optimizer is not None and chosen.per_device_train_batch_size == "largest":
+        raise ConfigError(
+            "per_device_train_batch_size='largest' tries updates, which would change the optimizer that you give; let the "
+            "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
+        )
+    return chosen
 
 
 def check_given_once(**pairs: tuple[Any, str, Any]) -> None:

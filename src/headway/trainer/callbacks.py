@@ -14,6 +14,9 @@ EVENTS = tuple(
     """.split()  # noqa: SIM905
 )
 
+_TOLD = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader")
+"""What every event is given of the Trainer, by name."""
+
 
 @dataclass
 class TrainerState:
@@ -66,7 +69,7 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         for name in self._OF_THE_RUN:
-            setattr(self, name, state[name] if name in state else getattr(self, name))  # an older checkpoint lacks some
+            setattr(self, name, state[name])
 
 
 @dataclass
@@ -105,79 +108,31 @@ class TrainerCallback:
     Every event is given the `TrainingArguments`, the `TrainerState` and the `TrainerControl`, and by name: model,
     processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader; `logs` with on_log, `metrics` with on_evaluate
     and on_predict. A callback with `state_dict` and `load_state_dict` is saved with each checkpoint. The Trainer's
-    docstring shows where each event is.
+    docstring shows where each event is::
+
+        on_init_end             The Trainer is built.
+        on_train_begin          Everything is prepared, and resumed where that was asked.
+        on_train_end            The last update is made and saved.
+        on_epoch_begin          An epoch begins.
+        on_epoch_end            It is over.
+        on_step_begin           A window begins: the micro-batches of one update.
+        on_substep_end          A micro-batch that does not end its window is done.
+        on_pre_optimizer_step   Gradients are final and clipped.
+        on_optimizer_step       The optimizer has stepped; gradients are still there.
+        on_step_end             The update is made and counted.
+        on_log                  Values are logged.
+        on_evaluate             An evaluation is done.
+        on_prediction_step      A batch of an evaluation is done.
+        on_predict              A prediction is done.
+        on_save                 A checkpoint is taken; it is written behind the loop.
     """
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """The Trainer is built."""
+    def _ignore(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
+        """An event that a callback has no method of its own for."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """Everything is prepared, and resumed where that was asked."""
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """The last update is made and saved."""
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """An epoch begins."""
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """It is over."""
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """A window begins: the micro-batches of one update."""
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """A micro-batch that does not end its window is done."""
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """Gradients are final and clipped."""
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """The optimizer has stepped; gradients are still there."""
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """The update is made and counted."""
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
-        """Values are logged."""
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """An evaluation is done."""
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """A batch of an evaluation is done."""
-
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Answer:
-        """A prediction is done."""
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
-        """A checkpoint is taken; it is written behind the loop."""
+    on_init_end = on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = _ignore
+    on_step_begin = on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_step_end = _ignore
+    on_log = on_evaluate = on_prediction_step = on_predict = on_save = _ignore
 
 
 class Events:
@@ -187,7 +142,7 @@ class Events:
         args: the Trainer's.
         own: the Trainer's callbacks, as objects.
         given: the user's, as objects or classes.
-        get_arguments: what every event is given by name.
+        trainer: whose model, optimizer and the like every event is given by name.
         state: of a training that has not begun.
 
     Attributes:
@@ -201,12 +156,12 @@ class Events:
         args: TrainingArguments,
         own: Sequence[Any],
         given: Sequence[Any],
-        get_arguments: Callable[[], dict[str, object]],
+        trainer: object,
         state: TrainerState,
     ) -> None:
         self.all: list[Any] = list(own)
         self._args = args
-        self._get_arguments = get_arguments
+        self._trainer = trainer
         self._listening: dict[str, list[Callable[..., Any]]] = {}
         self.start(state)
         for callback in given:
@@ -250,21 +205,16 @@ class Events:
     def tell(self, event: str, **more: object) -> None:
         """Call the event of everyone who has it; they may change the control, or return another."""
         for method in self._find_methods(event):
-            self.control = method(self._args, self.state, self.control, **self._get_arguments(), **more) or self.control
+            told = {name: getattr(self._trainer, name) for name in _TOLD}
+            self.control = method(self._args, self.state, self.control, **told, **more) or self.control
 
     def _find_methods(self, event: str) -> list[Callable[..., Any]]:
         """Those that do something: most callbacks leave most events to the base class."""
-        found = self._listening.get(event)
-        if found is None:
-            plain = getattr(TrainerCallback, event)
-            found = [
-                getattr(callback, event)
-                for callback in self.all
-                if callable(getattr(callback, event, None))
-                and getattr(getattr(callback, event), "__func__", None) is not plain
-            ]
-            self._listening[event] = found
-        return found
+        if event not in self._listening:
+            methods = [getattr(callback, event, None) for callback in self.all]
+            ignored = TrainerCallback._ignore
+            self._listening[event] = [m for m in methods if callable(m) and getattr(m, "__func__", None) is not ignored]
+        return self._listening[event]
 
     def state_dict(self) -> list[tuple[str, Any]]:
         """The states of those that have one."""

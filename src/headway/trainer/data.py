@@ -98,8 +98,7 @@ def find_lengths(dataset: Any, column: str) -> list[int]:
             break
     if len(found) != len(rows):
         raise DataError(
-            f"grouping by length needs the rows' length: a column {column!r} (length_column_name), or 'input_ids'; neither is in "
-            f"row {len(found)}"
+            f"row {len(found)} has no length: neither {column!r} (length_column_name) nor 'input_ids' is in it"
         )
     return found
 
@@ -146,8 +145,7 @@ def check_dataset(dataset: object) -> Data:
         isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
     ):
         raise DataError(
-            f"a {type(dataset).__name__} is not a dataset: give one of the datasets library, a torch Dataset or IterableDataset, or "
-            "a list of rows"
+            f"a {type(dataset).__name__} is not a dataset: give one of the datasets library or of torch, or a list of rows"
         )
     return dataset  # type: ignore[return-value]
 

@@ -1,6 +1,6 @@
 """Names of transformers' Trainer and of its arguments: what is taken, and one answer for everything else."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, TypeVar
@@ -137,14 +137,19 @@ def accepting_other_names(kind: Class) -> Class:
 # ---------------------------------------------------------------- the Trainer
 
 
+def overridden(kind: type, names: Iterable[str]) -> list[str]:
+    """Which of these methods of the Trainer a subclass has of its own."""
+    theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
+    return sorted(name for name in names if any(name in vars(each) for each in theirs))
+
+
 def check_overrides(kind: type) -> None:
     """Refuse a subclass whose overrides would never be called.
 
     Raises:
         ConfigError: naming them.
     """
-    theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
-    found = sorted(name for name in _NEVER_CALLED if any(name in vars(each) for each in theirs))
+    found = overridden(kind, _NEVER_CALLED)
     if found:
         raise ConfigError(
             f"{kind.__name__} overrides methods that Headway never calls: {', '.join(found)}; use callbacks, or one of the methods "

@@ -38,8 +38,7 @@ class LossOf:
     ) -> None:
         if function is not None and smoothing:
             raise ConfigError(
-                "label_smoothing_factor changes the model's own loss, but there is a loss function; smooth in that, and leave the "
-                "factor at 0"
+                "label_smoothing_factor changes the model's own loss, but there is a loss function; smooth in that"
             )
         self.function = function
         self.smoothing = smoothing

@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from headway.errors import ConfigError, StateError
 from headway.trainer.arguments import TrainingArguments
+from headway.training.prepared.optimizer import PreparedOptimizer
+from headway.training.prepared.scheduler import PreparedScheduler
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
@@ -129,9 +131,11 @@ def without_state(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
     empty dict. What is not torch's kind is given back as it is.
 
     Args:
-        optimizer: made for the training, not the prepared one.
+        optimizer: of the training, prepared or not.
         schedule: likewise; None: there is none yet.
     """
+    optimizer = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+    schedule = schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, schedule
     kept = object.__new__(type(optimizer))

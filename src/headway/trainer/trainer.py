@@ -1,7 +1,7 @@
 """The Trainer: a builder, an evaluator, a log and a loop behind one face, on top of the Accelerator and nothing else."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from headway.accelerator import Accelerator
 from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
-from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.runtime.collectives.tree import Tree
@@ -24,21 +23,18 @@ from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerContro
 from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, settings_of
 from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluation.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
-from headway.trainer.evaluation.metrics import Measure
-from headway.trainer.evaluation.sanity_check import EvaluationSanityCheck
-from headway.trainer.legacy import LegacyMembers, check_overrides
+from headway.trainer.evaluation.evaluator import Evaluator
+from headway.trainer.evaluation.methods import EvaluationMethods
+from headway.trainer.legacy import check_overrides, overridden
 from headway.trainer.loop import PreparedTraining, Training, count_updates
-from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
+from headway.trainer.loss import LossBook, LossFunction
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
-from headway.training.prepared.optimizer import PreparedOptimizer
-from headway.training.prepared.scheduler import PreparedScheduler
 
 log = get_logger(__name__)
 
 
 @known_keywords
-class Trainer(LegacyMembers):
+class Trainer(EvaluationMethods):
     """Trains a model by `TrainingArguments`; evaluates and predicts with it.
 
     The whole loop, with each event of a callback where it fires::
@@ -121,17 +117,12 @@ class Trainer(LegacyMembers):
         tokenizer: Any = None,
     ) -> None:
         check_overrides(type(self))
-        self.args = args = builder.checked_arguments(model, args)
+        self.args = args = builder.checked_arguments(model, args, optimizers[0])
         builder.check_given_once(
             compute_loss_func=(compute_loss_func, "loss_function", loss_function),
             processing_class=(processing_class, "tokenizer", tokenizer),
             optimizers=(optimizers[0], "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs),
         )
-        if optimizers[0] is not None and args.per_device_train_batch_size == "largest":
-            raise ConfigError(
-                "per_device_train_batch_size='largest' tries updates, which would change the optimizer that you give; let the "
-                "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
-            )
         if args.log_level not in (None, "passive"):
             get_logger("headway", "debug" if args.log_level == "detail" else args.log_level)
         self.accelerator = self.create_accelerator()
@@ -156,9 +147,7 @@ class Trainer(LegacyMembers):
         self._train_batch_size = size if isinstance(size, int) else 1
         self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        self._events = Events(
-            args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self._get_callback_arguments, self._new_state()
-        )
+        self._events = Events(args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self, self._new_state())
         self._log_to(results.Log(args, self.accelerator, self._events))
         self.tell("on_init_end")
 
@@ -172,10 +161,6 @@ class Trainer(LegacyMembers):
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
-
-    def _overrides(self, *names: str) -> bool:
-        """Has a subclass a method of its own by one of these names?"""
-        return any(getattr(type(self), name) is not getattr(Trainer, name) for name in names)
 
     # ---------------------------------------------------------------- train
 
@@ -303,11 +288,7 @@ class Trainer(LegacyMembers):
 
     def _drop_optimizer_state(self) -> None:
         """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
-        made, schedule = self.optimizer, self.lr_scheduler
-        made, schedule = without_state(
-            made.optimizer if isinstance(made, PreparedOptimizer) else made,
-            schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule,
-        )
+        made, schedule = without_state(self.optimizer, self.lr_scheduler)
         given, given_schedule = self._given_optimizers
         self.optimizer = made if given is None else given
         self.lr_scheduler = schedule if given_schedule is None else given_schedule
@@ -336,39 +317,11 @@ class Trainer(LegacyMembers):
         self.accelerator.backward(loss, weight=num_items_in_batch)
         return loss.detach()
 
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: int | None = None
-    ) -> Any:
-        """The batch's loss, a mean; override it for one of your own.
-
-        Args:
-            model: prepared.
-            inputs: the batch, on the device.
-            return_outputs: return (loss, outputs).
-            num_items_in_batch: how many labels of the batch count; None: the loss is a mean over samples.
-
-        Raises:
-            LossError: the model gives none.
-        """
-        loss, outputs = self._signature.loss_of(model, inputs, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-    def _prepare_inputs(self, inputs: Batch) -> Batch:
-        """What each step does with its batch first; one of a prepared loader is on the device already. May be overridden."""
-        return inputs
-
     # ---------------------------------------------------------------- what a training is built of, for subclasses
 
     def create_accelerator(self) -> Accelerator:
         """The Accelerator of one training, by the arguments."""
         return builder.create_accelerator(self.args)
-
-    def _loader(
-        self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
-    ) -> DataLoader[Any]:
-        return builder.build_loader(
-            self.args, self._signature, dataset, batch_size, self.data_collator, sampler, drop_last
-        )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The training data, not yet prepared.
@@ -392,33 +345,6 @@ class Trainer(LegacyMembers):
         """Samples of one update, over all processes."""
         num_shards = self.accelerator.strategy.data_shard.count
         return self._train_batch_size * self.args.gradient_accumulation_steps * num_shards
-
-    def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
-        """The order of evaluation data; None: as it is. May be overridden."""
-        return None
-
-    def get_eval_dataloader(self, eval_dataset: Data | str | None = None) -> DataLoader[Any]:
-        """The evaluation data, not yet prepared.
-
-        Args:
-            eval_dataset: None: the Trainer's own; a name: of one of several.
-
-        Raises:
-            DataError: there is none.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
-            dataset = self.eval_dataset[dataset]
-        if dataset is None:
-            raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
-        rows = check_dataset(dataset)
-        return self._loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
-
-    def get_test_dataloader(self, test_dataset: Data) -> DataLoader[Any]:
-        """The data to predict, not yet prepared."""
-        check_dataset(test_dataset)
-        sampler = self._get_eval_sampler(test_dataset)
-        return self._loader(test_dataset, self.args.per_device_eval_batch_size, sampler)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set `optimizer` and `lr_scheduler` where they are None; an override may do it in its own way."""
@@ -464,191 +390,6 @@ class Trainer(LegacyMembers):
         )
         return search.find(self.train_dataset, self.accelerator.strategy.data_shard.count)
 
-    # ---------------------------------------------------------------- evaluate
-
-    def evaluate(
-        self,
-        eval_dataset: EvalData | str | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> results.Metrics:
-        """The loss and the metrics on the evaluation data; every rank calls it and gets the same.
-
-        The loss is the exact mean over all samples (over all labels that count, where the model has such), on any number of
-        processes.
-
-        Args:
-            eval_dataset: None: the Trainer's own. A dict of several: each is evaluated under its name.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
-
-        Returns:
-            <prefix>_loss, the metrics, <prefix>_runtime, <prefix>_samples_per_second, <prefix>_steps_per_second, epoch.
-
-        Raises:
-            DataError: there is no data.
-            ConfigError: `compute_metrics` is neither a function nor a streaming metric.
-        """
-        several = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(several, dict):
-            found: results.Metrics = {}
-            for name, dataset in several.items():
-                chosen = name if eval_dataset is None else dataset
-                found.update(self._evaluate_one(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
-        else:
-            found = self._evaluate_one(None if eval_dataset is None else several, ignore_keys, metric_key_prefix)
-        self.tell("on_evaluate", metrics=found)
-        return found
-
-    def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> results.Metrics:
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._eval_loader(dataset)
-            if self._overrides("evaluation_loop"):
-                found = dict(self.evaluation_loop(loader, "Evaluation", None, ignored, prefix).metrics)
-            else:
-                measure = self._measure()
-                metric = measure.metric(num_rows_of(loader))
-                found, _ = self._evaluator.run(session, loader, metric, measure, ignored, prefix)
-        self.log(found)
-        return found
-
-    def _measure(self, is_loss_only: bool | None = None) -> Measure:
-        args = self.args
-        return Measure(
-            self.compute_metrics,
-            args.batch_eval_metrics,
-            self.preprocess_logits_for_metrics,
-            args.prediction_loss_only if is_loss_only is None else is_loss_only,
-        )
-
-    def _eval_loader(self, dataset: Data | str | None) -> PreparedLoader:
-        """Of the Trainer's own data, prepared once in a training; of other data each time."""
-        if dataset is None or isinstance(dataset, str):
-            return self._evaluator.own_loader(dataset or "", lambda: self.get_eval_dataloader(dataset))
-        return self._evaluator.prepared(self.get_eval_dataloader(dataset))
-
-    def _own_eval_loaders(self) -> dict[str, PreparedLoader]:
-        """By what their metrics' names begin with."""
-        if not isinstance(self.eval_dataset, dict):
-            return {"eval": self._eval_loader(None)}
-        return {f"eval_{name}": self._eval_loader(name) for name in self.eval_dataset}
-
-    def check_evaluation(self) -> None:
-        """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
-
-        It leaves no trace in the training (`trainer.evaluation.sanity_check` says what is put back). Streams are not tried, since
-        that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_sanity_check=False` switches it off.
-        Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
-
-        Raises:
-            MetricError: `compute_metrics` raises.
-            ConfigError: `metric_for_best_model` is not among the metrics.
-        """
-        args = self.args
-        if is_forecast() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
-            return
-        if not self._overrides("evaluate", "evaluation_loop"):
-            shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)
-            EvaluationSanityCheck(
-                args, self.accelerator, self.model, self._evaluator, self, self._measure(), shared
-            ).run(self._own_eval_loaders())
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str = "Evaluation",
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> results.EvalLoopOutput:
-        """One pass over a loader, with all predictions in host memory; every rank calls it and gets all of them.
-
-        `evaluate` and `predict` call it where a subclass overrides it; without that `evaluate` keeps no predictions that the
-        metric does not need.
-
-        Args:
-            dataloader: prepared, or not yet.
-            description: accepted for the name's sake.
-            prediction_loss_only: the loss alone; None: as the arguments say.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
-        """
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._evaluator.prepared(dataloader)
-            measure = self._measure(prediction_loss_only)
-            return self._evaluator.collect(session, loader, measure, ignore_keys, metric_key_prefix)
-
-    def prediction_loop(self, *args: Any, **kwargs: Any) -> results.EvalLoopOutput:
-        """The old name of `evaluation_loop`."""
-        return self.evaluation_loop(*args, **kwargs)
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """IndexedRows of a loader's dataset; without a length: batches times their size."""
-        rows = length_of(getattr(dataloader, "dataset", None))
-        return rows if rows is not None else len(dataloader) * self.args.per_device_eval_batch_size
-
-    def prediction_step(
-        self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> StepOutput:
-        """(loss, predictions, labels) of one batch, under no_grad; what is not there is None.
-
-        Args:
-            model: in evaluation mode.
-            inputs: the batch, on the device.
-            prediction_loss_only: leave predictions and labels out.
-            ignore_keys: outputs that are not predictions; None: what the model's config says.
-        """
-        inputs = self._prepare_inputs(inputs)
-        bare, labels = self._signature.loss_of.split(inputs)
-        with self.accelerator.autocast():
-            if labels is not None:
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-            else:
-                outputs = call(model, bare)
-                loss = loss_among(outputs) if self._signature.loss_of.function is None else None
-        if prediction_loss_only:
-            return loss, None, None
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
-        has_loss = loss is not None and self._signature.loss_of.function is None
-        num_rows = self._evaluator.num_rows()
-        predictions = per_sample(without_loss(outputs, has_loss, ignore_keys), num_rows)
-        return loss, predictions, per_sample(labels, num_rows)
-
-    def predict(
-        self, test_dataset: Data, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> results.PredictionOutput:
-        """Predictions for a dataset, as arrays in its order; every rank gets all of them.
-
-        They lie in host memory together; `iterate_predictions` gives them batch by batch.
-
-        Args:
-            test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are not predictions.
-            metric_key_prefix: what the metrics' names begin with.
-        """
-        with self._evaluator.session(self.model, self.optimizer):
-            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
-            predictions, labels, found, _ = self.evaluation_loop(
-                loader, "Prediction", False, ignore_keys, metric_key_prefix
-            )
-        self.tell("on_predict", metrics=found)
-        return results.PredictionOutput(predictions, labels, found)
-
-    def iterate_predictions(
-        self, test_dataset: Data, ignore_keys: list[str] | None = None
-    ) -> Iterator[tuple[Tree, Tree]]:
-        """(predictions, labels) batch by batch, on the device, of all ranks; every rank goes through all of it.
-
-        Args:
-            test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are not predictions.
-        """
-        with self._evaluator.session(self.model, self.optimizer) as session:
-            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
-            yield from self._evaluator.iterate(session, loader, self._measure(), ignore_keys)
-
     # ---------------------------------------------------------------- events and the log
 
     @property
@@ -680,15 +421,6 @@ class Trainer(LegacyMembers):
         """Tell the callbacks of an event; they may change the control."""
         self._events.tell(event, **more)
 
-    def _get_callback_arguments(self) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "processing_class": self.processing_class,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "train_dataloader": self.train_dataloader,
-        }
-
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an object, or a class to make one of."""
         self.callbacks.add(callback)
@@ -719,7 +451,7 @@ class Trainer(LegacyMembers):
             output_dir: None: that of the arguments.
             _internal_call: accepted for the name's sake.
         """
-        if not self._overrides("_save"):
+        if not overridden(type(self), ["_save"]):
             self._save(None if output_dir is None else str(output_dir))
             return
         if self.accelerator.is_main_process:

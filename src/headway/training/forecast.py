@@ -139,8 +139,7 @@ def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
     places = spread_over(model, setting.runtime.device)
     if places:
         raise UnsupportedError(
-            f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on "
-            "one to forecast it"
+            f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on one"
         )
 
 

@@ -54,8 +54,7 @@ def look_for_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) 
     num_repeats = num_rows * num_ranks - sum(counts)
     if num_repeats > 0 and (len(counts) < num_ranks or min(counts) < num_rows):
         log.warning_once(
-            "gather() joins the rows of all ranks as they are: of %d rows here, %d are repeats of samples. gather_for_metrics() "
-            "gives each sample once",
+            "of the %d rows that gather() joins from here, %d are repeats; gather_for_metrics() gives each sample once",
             num_rows * num_ranks,
             num_repeats,
         )

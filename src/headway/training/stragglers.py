@@ -1,9 +1,9 @@
 """Ranks that hold up the others: each tells its pace now and then, and the main process names who is slow."""
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median_low
 from typing import Any
 
 from torch.distributed import DistError
@@ -86,7 +86,7 @@ class RankPaces:
         wait = (waited - self._reported_wait) / seconds_since
         self._reported_seconds, self._reported_wait = seconds, waited
         try:
-            word = _PACE.pack(self._reported_at, _median(forwards), wait)
+            word = _PACE.pack(self._reported_at, median_low(forwards), wait)
             control.current().set(f"pace/{self._runtime.rank}", word)
             slow = self.stragglers(factor) if self._runtime.is_main_process else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
@@ -123,12 +123,6 @@ def _read_seconds(forward: Any) -> float | None:
     return float(begin.elapsed_time(end)) / 1000 if end.query() else None
 
 
-def _median(values: Iterable[float]) -> float:
-    """The lower of two middles: of two ranks, the faster one is the measure."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
-
-
 def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
     """Ranks whose forward takes `factor` times the median, or who wait for data much longer than the median.
 
@@ -138,8 +132,9 @@ def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
     """
     if len(paces) < 2:
         return {}
-    usual = _median(pace.forward for pace in paces)
-    waited = _median(pace.data_wait for pace in paces)
+    # The lower of two middles: of two ranks, the faster one is the measure.
+    usual = median_low(pace.forward for pace in paces)
+    waited = median_low(pace.data_wait for pace in paces)
     found = {}
     for pace in paces:
         told = []

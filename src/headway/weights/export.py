@@ -196,8 +196,7 @@ def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) ->
     differing = [name for name in wanted if not is_held(name)]
     if differing or len(stored) != len(wanted):
         raise CheckpointError(
-            f"{path} was written and does not hold what the model has ({', '.join(differing[:3])}); nothing was replaced. "
-            "Save to another disk"
+            f"{path} does not hold what was written ({', '.join(differing[:3])}); nothing was replaced. Save to another disk"
         )
 
 

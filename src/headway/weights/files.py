@@ -117,8 +117,7 @@ def _choose(folder: Path) -> Path:
         if found:
             names = ", ".join(path.name for path in found[:6])
             raise CheckpointError(
-                f"{folder} holds more than one checkpoint ({names}), and one of them may be stale; give the file that "
-                "is meant, or remove the others"
+                f"{folder} holds more than one checkpoint ({names}), and one may be stale; give the file that is meant"
             )
     raise CheckpointError(f"{folder} holds no weights; looked for *.safetensors, *.bin and their *.index.json")
 
@@ -162,8 +161,7 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
     absent = [name for name in files if not os.path.isfile(index.parent / name)]
     if absent:
         raise CheckpointError(
-            f"{index}: {len(absent)} of {len(files)} shards are missing: {printable(', '.join(absent[:5]))}; copy them beside "
-            "the index"
+            f"{index}: {len(absent)} of {len(files)} shards are missing: {printable(', '.join(absent[:5]))}; copy them there"
         )
     shards = {name: _open_file(index.parent / name) for name in files}
     lost = [printable(f"{name} (in {file})") for name, file in weights.items() if name not in shards[file][0]]

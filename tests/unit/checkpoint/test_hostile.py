@@ -134,7 +134,7 @@ def test_the_same_bytes_are_not_listed_twice():
 
 
 def sealed(content):
-    return json.dumps({"format": "headway checkpoint", "version": 2, "sha256": _digest(content), "content": content})
+    return json.dumps({"format": "headway checkpoint", "version": 3, "sha256": _digest(content), "content": content})
 
 
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [0, 2**63], [1] * 65, [10**300, 0]])

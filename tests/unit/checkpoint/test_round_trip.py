@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 
 import hypothesis.strategies as st
 import numpy
@@ -206,10 +206,6 @@ def test_what_would_not_come_back_is_refused_with_its_path(kind):
     make, match = REFUSED[kind]
     with pytest.raises(CheckpointError, match=rf"^state\.a\.1 .*{match}"):
         encode({"a": [0, make()]}, "state", {})
-
-
-def test_paths_of_checkpoints_without_their_class_are_pure():
-    assert decode({"!": "path", "value": "a/b"}, {}) == PurePosixPath("a/b")
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)

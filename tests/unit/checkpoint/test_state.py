@@ -342,7 +342,7 @@ def test_state_of_a_parameter_that_left_its_group_is_refused_with_its_optimizer(
         collect(parts(model, optimizer))
     optimizer = Memory(model.parameters(), 0.1)
     optimizer.state[0] = {"x": 1}
-    with pytest.raises(CheckpointError, match="under the number 0"):
+    with pytest.raises(CheckpointError, match="keeps state under 0"):
         collect(parts(model, optimizer))
 
 

@@ -226,7 +226,7 @@ def test_a_plugins_fields(given, wanted):
 
 def test_classes_and_sizes_are_two_rules():
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=["A"])
-    with pytest.raises(ConfigError, match="no_wrap does not use classes, but these are named to be wrapped: A"):
+    with pytest.raises(ConfigError, match="no_wrap does not use classes, but some are named: A"):
         decide(fsdp=plugin)
 
 

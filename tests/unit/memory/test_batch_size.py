@@ -161,7 +161,7 @@ def test_bodies_that_run_later_are_refused():
         ({"search": "best"}, "search='best'"),
         ({"search": "largest", "reduce_batch_size_fn": lambda: 1}, "no meaning with search='largest'"),
         ({"starting_batch_size": 8, "max_batch_size": 4}, "below starting_batch_size=8"),
-        ({"keep_global_batch": True}, "add that parameter"),
+        ({"keep_global_batch": True}, "add it, and hand it"),
     ],
 )
 def test_impossible_settings(settings, said):

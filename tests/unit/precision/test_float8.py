@@ -24,7 +24,7 @@ def test_options_that_contradict_each_other():
         ({"recipe": "delayed"}, "recipe='delayed'.*allowed: tensorwise, rowwise, rowwise_with_gw_hp"),
         ({"recipe": "rowwise", "fsdp_all_gather": True}, "only recipe='tensorwise' can gather weights"),
         ({"module_filter": bool, "keeps": "head"}, "a module_filter, which decides alone"),
-        ({"config": object(), "emulate": True}, "a config, which says all"),
+        ({"config": object(), "emulate": True}, "a config, which says what"),
     ):
         with pytest.raises(ConfigError, match=message):
             Float8Options(**given)

@@ -24,7 +24,7 @@ def test_the_device_cannot_change_under_way(monkeypatch):
     fake = device.Hardware("mps")
     monkeypatch.setattr(process, "detect", lambda: fake)
     process.start()
-    with pytest.raises(ConfigError, match="pass cpu=True to the first Accelerator"):
+    with pytest.raises(ConfigError, match="give it to the first Accelerator"):
         process.start(cpu=True)
 
 

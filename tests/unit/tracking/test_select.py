@@ -77,8 +77,8 @@ def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
             "sheets",
             "no such tracker; allowed: aim, clearml, comet_ml, dvclive, mlflow, swanlab, tensorboard, trackio, wandb",
         ),
-        (3, "log_with=3 is not a tracker"),
-        ([object], "is not a tracker"),
+        (3, "log_with=3 is no tracker"),
+        ([object], "is no tracker"),
     ],
     ids=str,
 )

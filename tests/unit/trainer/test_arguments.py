@@ -169,7 +169,7 @@ def test_one_argument_by_two_names_is_refused():
         ({"warmup_ratio": 0.1, "warmup_steps": 10}, "one warm-up"),
         ({"warmup_ratio": 1.5}, "share of all updates"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by evaluations"),
-        ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "two ways to sample"),
+        ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "contradicts train_sampling_strategy"),
         ({"label_smoothing_factor": 1.0}, "below 1"),
         ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both see to memory"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers"),

@@ -110,7 +110,7 @@ def test_lengths_come_from_a_column_or_the_tokens():
     assert find_lengths(rows, "length") == wanted
     assert find_lengths(Dataset.from_list(rows), "length") == wanted
     assert find_lengths(Dataset.from_dict({"length": [3, 1]}), "length") == [3, 1]
-    with pytest.raises(DataError, match="neither is in row 0"):
+    with pytest.raises(DataError, match="row 0 has no length: neither"):
         find_lengths([(1, 2)], "length")
     assert TrainingArguments(group_by_length=True).train_sampling_strategy == "group_by_length"
 

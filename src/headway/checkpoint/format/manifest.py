@@ -5,7 +5,7 @@ names every tensor by its logical name (e.g. `model/0/` and the bare module's na
 the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
 tensor::
 
-    {"format": "headway checkpoint", "version": 2, "sha256": <of content>, "content": {
+    {"format": "headway checkpoint", "version": 3, "sha256": <of content>, "content": {
        "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
                                          or "grid": {"sizes", "file", "parts"}}},
        "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
@@ -13,8 +13,7 @@ tensor::
 The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
 write a fitting manifest as well, whatever the algorithm. Pieces let several threads read one file.
 
-Version 3 has grids (`boxes.Grid`): tensors that many ranks wrote, each a box of a regular split. A checkpoint without any is written
-as version 2, which older releases read.
+Grids (`ChunkGrid`) are tensors that many ranks wrote, each a box of a regular split.
 
 What a manifest says, asked for by type and range: a value that is not what belongs there is an error that names its place.
 
@@ -43,7 +42,7 @@ from headway.errors import CheckpointError
 
 T = TypeVar("T")
 
-FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
+FORMAT, VERSION = "headway checkpoint", 3
 ALGORITHM, TITLE = "xxh3_128", "XXH3-128"
 """What files are hashed with."""
 
@@ -122,7 +121,6 @@ class Manifest:
         aliases: tied names, and the name that holds their values.
         state: everything that is not a tensor, as `values.encode` made it.
         about: counters, world and versions: what a reader may want to know before it loads.
-        version: of the format.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -130,7 +128,6 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    version: int = VERSION
 
     def encode(self) -> bytes:
         """The manifest as the bytes of `manifest.json`.
@@ -146,7 +143,7 @@ class Manifest:
             "about": dict(self.about),
         }
         try:
-            whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
+            whole = {"format": FORMAT, "version": VERSION, "sha256": _digest(content), "content": content}
             data = (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
@@ -169,14 +166,12 @@ class Manifest:
             if not isinstance(whole, dict) or whole.get("format") != FORMAT:
                 raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
             version = whole.get("version")
-            if type(version) is not int or version not in (VERSION, VERSION_WITH_GRIDS):
-                raise CheckpointError(
-                    f"{where} is of version {version!r} of the format; this Headway reads versions {VERSION} and {VERSION_WITH_GRIDS}"
-                )
+            if version != VERSION:
+                raise CheckpointError(f"{where} is of version {version!r} of the format; this Headway reads {VERSION}")
             content = whole.get("content")
             if _digest(content) != whole.get("sha256"):
                 raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
-            return _read_content(content, version)
+            return _read_content(content)
         except CheckpointError:
             raise
         except (*UNREADABLE, RecursionError) as error:
@@ -198,9 +193,9 @@ def _digest(content: Any) -> str:
     ).hexdigest()
 
 
-def _read_content(content: Any, version: int) -> Manifest:
+def _read_content(content: Any) -> Manifest:
     files = {_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
-    grids = ChunkGridReader(files) if version >= VERSION_WITH_GRIDS else None
+    grids = ChunkGridReader(files)
     tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
     _check_room(tensors, files)
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
@@ -212,7 +207,7 @@ def _read_content(content: Any, version: int) -> Manifest:
     state, about = content["state"], content["about"]
     if not isinstance(state, dict) or not isinstance(about, dict):
         raise CheckpointError("the manifest's state and about must be objects")
-    return Manifest(tensors, files, aliases, state, about, version)
+    return Manifest(tensors, files, aliases, state, about)
 
 
 def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
@@ -224,12 +219,12 @@ def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
 
 
 def _read_entry(
-    name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader | None
+    name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader
 ) -> TensorEntry:
     if entry["dtype"] not in ITEM_BYTES:
         raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
     shape = _shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
-    if grids is not None and "grid" in entry:
+    if "grid" in entry:
         return TensorEntry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
     chunks = tuple(
         Chunk(

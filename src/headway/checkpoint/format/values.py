@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
 import numpy
@@ -25,39 +25,21 @@ from headway.errors import CheckpointError
 from headway.weights.pieces import ShardPiece, held, is_dtensor
 from headway.weights.shards import dtype_name, raw_bytes
 
-_PLAIN = re.compile(r"[<>|=]?[A-Za-z?][0-9]*(\[\w+\])?")
-
 
 def describe(dtype: numpy.dtype[Any]) -> Any:
-    """A dtype as text; a structured one, or one of sub-arrays, as an object.
+    """A dtype as NumPy's own files have it: text, or a list of fields.
 
     Raises:
         CheckpointError: it cannot be made again from a description.
     """
-    described = _describe(dtype)
-    if dtype.hasobject or not is_same(build(described), dtype):
+    described = numpy.lib.format.dtype_to_descr(dtype)
+    if isinstance(described, str) and build(described).type is not dtype.type:
+        described = (
+            dtype.byteorder + dtype.char
+        )  # of two C types of one size (long and long long) the common text means one
+    if dtype.hasobject or build(described) != dtype:
         raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
     return described
-
-
-def _describe(dtype: numpy.dtype[Any]) -> Any:
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return {"base": _describe(base), "shape": list(shape)}
-    if dtype.names is not None and dtype.fields is not None:
-        fields = [dtype.fields[name] for name in dtype.names]
-        out = {
-            "names": list(dtype.names),
-            "formats": [_describe(field[0]) for field in fields],
-            "offsets": [field[1] for field in fields],
-            "itemsize": dtype.itemsize,
-            "aligned": dtype.isalignedstruct,
-        }
-        titles = [field[2] if len(field) > 2 else None for field in fields]
-        return out if not any(titles) else {**out, "titles": titles}
-    # Of two C types of one size (long and long long) the common text means one.
-    is_common = dtype.hasobject or numpy.dtype(dtype.str).type is dtype.type or dtype.kind == "V"
-    return dtype.str if is_common else dtype.byteorder + dtype.char
 
 
 def build(described: Any) -> numpy.dtype[Any]:
@@ -66,31 +48,10 @@ def build(described: Any) -> numpy.dtype[Any]:
     Raises:
         CheckpointError, LookupError, TypeError, ValueError: it describes none, or one of Python objects.
     """
-    if not isinstance(described, dict):
-        if not isinstance(described, str) or _PLAIN.fullmatch(described) is None:
-            raise CheckpointError(f"{described!r} is not a dtype of NumPy's")
-        dtype = numpy.dtype(described)
-    elif "base" in described:
-        dtype = numpy.dtype((build(described["base"]), tuple(described["shape"])))
-    else:
-        fields = {name: described[name] for name in ("names", "offsets", "itemsize")}
-        titles = {"titles": described["titles"]} if "titles" in described else {}
-        formats = [build(each) for each in described["formats"]]
-        dtype = numpy.dtype({**fields, **titles, "formats": formats}, align=bool(described["aligned"]))  # type: ignore[call-overload]
+    dtype: numpy.dtype[Any] = numpy.lib.format.descr_to_dtype(described)
     if dtype.hasobject:
         raise CheckpointError(f"an array of dtype {described!r} holds Python objects, which a checkpoint cannot")
     return dtype
-
-
-def is_same(one: numpy.dtype[Any], other: numpy.dtype[Any]) -> bool:
-    """Equal, of the same C types, and laid out alike."""
-    if one != other or one.type is not other.type or one.isalignedstruct != other.isalignedstruct:
-        return False
-    if one.subdtype is not None and other.subdtype is not None:
-        return is_same(one.subdtype[0], other.subdtype[0])
-    if one.fields is None or other.fields is None:
-        return True
-    return all(is_same(one.fields[name][0], other.fields[name][0]) for name in one.names or ())
 
 
 def contents(value: Any) -> Any:
@@ -306,7 +267,7 @@ def _prove(value: Any, packed: Any, name: str) -> None:
     else:
         reason = f" but as {back!r}"
     is_alike = type(back) is type(value) and (
-        (is_same(back.dtype, value.dtype) and contents(back) == contents(value))
+        (back.dtype == value.dtype and contents(back) == contents(value))
         if isinstance(value, numpy.generic)
         else bool(back == value or back != back)
     )
@@ -355,7 +316,6 @@ _UNPACKED: dict[str, Callable[[Any], Any]] = {tag: unpack for tag, _, _, unpack 
     "int": lambda v: int(v, 16),
     "text": from_base64,
     "float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
-    "path": PurePath,  # of checkpoints that did not keep its class
 }
 _CONTAINERS: dict[str, type] = {
     "tuple": tuple,

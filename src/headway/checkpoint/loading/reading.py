@@ -147,8 +147,7 @@ def _read_piece(
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if is_verified and digest.hexdigest() != wanted:
         raise CheckpointError(
-            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those that were written "
-            f"({TITLE} differs)"
+            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({TITLE} differs)"
         )
 
 

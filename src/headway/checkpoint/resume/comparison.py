@@ -66,8 +66,8 @@ class Schedules:
         refused, told = [], []
         for index, made in enumerate(self._preparation.schedulers):
             where = f"schedule {index} ({type(made.scheduler).__name__})"
-            unit, former = _unit(made), saved.units[index] if index < len(saved.units) else None
-            if former not in (None, unit) and not self._is_recounted(made, saved, index):
+            unit, former = _unit(made), saved.units[index]
+            if former != unit and not self._is_recounted(made, saved, index):
                 refused.append(f"{where} ticked by the rule {former!r} when it was saved, and ticks by {unit!r} now")
                 continue
             state = dict(decode(found.state["scheduler"][index], found.tensors))
@@ -93,8 +93,11 @@ class Schedules:
 
     def _is_recounted(self, made: SchedulerEntry, saved: SavedRun, index: int) -> bool:
         """Does it count updates now, and something else when it was saved, and is its place all that its state says?"""
-        is_other = index < len(saved.units) and saved.units[index] != _unit(made)
-        return is_other and _unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
+        return (
+            saved.units[index] != _unit(made)
+            and _unit(made) == StepsPerUpdate.name
+            and type(made.scheduler) is LambdaLR
+        )
 
     def _num_updates(self, made: SchedulerEntry, saved: SavedRun) -> int:
         known = self._preparation.optimizers
@@ -254,8 +257,7 @@ class RunComparison:
             lines.append(f"world {before} -> {now}; RNG states are derived from (seed, update, rank)")
         elif len(saved.ranks) < now:
             lines.append(
-                f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' RNG states: these are derived "
-                "from (seed, update, rank)"
+                f"saved on rank {', '.join(map(str, saved.ranks))} alone, so others' RNG states are derived from (seed, update, rank)"
             )
         parts = self.strategy.data_shard.count
         if before == now and saved.num_shards != parts:

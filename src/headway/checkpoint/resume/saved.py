@@ -30,7 +30,7 @@ class SavedRun:
     """The counters and positions of a saved run, for this rank.
 
     Attributes:
-        run_id: of the run; "" where it was saved before runs had one.
+        run_id: of the run.
         world_size: ranks of the run.
         ranks: those whose own state the checkpoint holds.
         num_shards: parts that the data was in: several ranks may have read one.
@@ -43,11 +43,11 @@ class SavedRun:
         seeds: of the loaders.
         trained_on: numbers of the loaders that updates were made from.
         passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
-        lengths: for each loader, the samples of its data; None: unknown, and so are those that are missing.
+        lengths: for each loader, the samples of its data; None: unknown.
         local_steps: for each model, the steps of the local SGD that it was in; None: in none.
-        exchange_orders: for each model, the order in which its gradients travel; empty: there is none, or it was not noted.
+        exchange_orders: for each model, the order in which its gradients travel; empty: there is none, or one rank saved alone.
         pieces: how automatic micro-batching cuts; empty: it was off.
-        units: for each schedule, what it counts; missing where it was saved before that was noted.
+        units: for each schedule, what it counts.
         loaders: their positions.
         is_own: were the generators, and what loaders keep of their shards, saved by this rank?
         rng_states: the RNG states.
@@ -111,7 +111,7 @@ def read_run(
     seeds = [seed.whole(-_WORD, _WORD) for seed in run["seeds"].items()]
     num_models, num_optimizers = len(state["extra"].items()), len(state["optimizer"].items())
     check_objects(state, found)
-    former_shards = next((each.whole(1, world_size) for each in run.given("data_shards")), world_size)
+    former_shards = run["data_shards"].whole(1, world_size)
     is_same = world_size == runtime.world_size and former_shards == (num_shards or runtime.world_size)
     is_own = is_same and runtime.rank in ranks
     place = ranks.index(runtime.rank) if is_own else 0
@@ -121,7 +121,7 @@ def read_run(
         loader_rng = rng_states["torch"]
     num_processes, num_steps = run["ticks"].items(2)
     return SavedRun(
-        run_id="".join(each.text() for each in about.given("run")),
+        run_id=about["run"].text(),
         world_size=world_size,
         ranks=ranks,
         num_shards=former_shards,
@@ -130,7 +130,7 @@ def read_run(
         num_updates=run["num_updates"].whole(),
         optimizer_updates=[each.whole() for each in run["optimizer_updates"].items(num_optimizers)],
         epoch=run["epoch"].whole(),
-        counts_epochs=any(each.flag() for each in run.given("counts_epochs")),
+        counts_epochs=run["counts_epochs"].flag(),
         seed=run["seed"].whole(0, _WORD),
         precision=run["precision"].text(),
         ticks=(num_processes.whole(1, _MOST_TICKS), num_steps.whole(1, _MOST_TICKS)),
@@ -138,7 +138,7 @@ def read_run(
         nominal=_read_nominal(run["nominal"], num_models),
         scaler=_read_scaler(run, precision),
         seeds=seeds,
-        trained_on=[number.whole() for each in run.given("trained_on") for number in each.items()],
+        trained_on=[number.whole() for number in run["trained_on"].items()],
         passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
         local_steps=_read_counts(run, "local_steps", num_models, LARGEST),
         lengths=_read_counts(run, "lengths", len(seeds), LARGEST),
@@ -148,7 +148,7 @@ def read_run(
             for order in each.items(num_models)
         ],
         pieces=_read_pieces(run),
-        units=[unit.text() for each in run.given("units") for unit in each.items()],
+        units=[unit.text() for unit in run["units"].items(len(state["scheduler"].items()))],
         loaders=loaders,
         is_own=is_own,
         rng_states=rng_states,
@@ -227,16 +227,14 @@ def _read_scaler(run: TypedReader, precision: Precision) -> dict[str, Any]:
 
 
 def _read_counts(run: TypedReader, name: str, num: int, most: int) -> list[int | None]:
-    for each in run.given(name):
-        return [None if count.is_none else count.whole(0, most) for count in each.items(num)]
-    return []
+    return [None if count.is_none else count.whole(0, most) for count in run[name].items(num)]
 
 
 def _read_pieces(run: TypedReader) -> dict[str, int | None]:
-    for each in run.given("pieces"):
-        told = each.table()
-        if told and told.keys() != {*_LIMITS, *_COUNTS}:
-            each.refuse("the size of pieces")
-        limits = {name: None if told[name].is_none else told[name].whole(1) for name in _LIMITS if told}
-        return limits | {name: told[name].whole(least) for name, least in _COUNTS.items() if told}
-    return {}
+    told = run["pieces"].table()
+    if not told:
+        return {}
+    if told.keys() != {*_LIMITS, *_COUNTS}:
+        run["pieces"].refuse("the size of pieces")
+    limits = {name: None if told[name].is_none else told[name].whole(1) for name in _LIMITS}
+    return limits | {name: told[name].whole(least) for name, least in _COUNTS.items()}

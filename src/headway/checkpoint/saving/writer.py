@@ -1,4 +1,4 @@
-"""Saving: every rank writes its part into the staging folder, one process a disk commits, in step or behind the loop.
+"""Saving: every rank writes its part into the staging folder, one process a disk the manifest; in step or behind the loop.
 
 The ranks of one disk speak through files in the staging folder, which works from a background thread, needs no
 collective while the loop trains, and leaves nothing that a later save does not sweep::
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, file_of
-from headway.checkpoint.format.manifest import VERSION, VERSION_WITH_GRIDS, Manifest, TensorEntry, WrittenFile
+from headway.checkpoint.format.chunks import TensorChunk, file_of
+from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
 from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
@@ -330,9 +330,8 @@ def _assemble(
         )
         for name, tensor in job.content.tensors.items()
     }
-    version = VERSION_WITH_GRIDS if any(isinstance(entry.chunks, ChunkGrid) for entry in tensors.values()) else VERSION
     content = job.content
-    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about, version)
+    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about)
 
 
 def _prove(manifest: Manifest) -> None:
@@ -381,8 +380,7 @@ class BackgroundSave:
                 write(job, self._wait)
             except BaseException as error:  # handed to the loop, which raises it
                 self._error = CheckpointError(
-                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are "
-                    "as they were"
+                    f"{job.final} could not be written behind the loop ({type(error).__name__}: {error}); earlier ones are intact"
                 )
                 self._error.__cause__ = error
                 abandon(job)

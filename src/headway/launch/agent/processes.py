@@ -20,6 +20,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any, Protocol
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway.common import env
@@ -29,6 +30,8 @@ from headway.launch.watch.hang_watch import progress
 from headway.runtime import pulse
 
 DEADLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+_DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 POLITE = 2.0
 """Seconds that what ranks left running gets to end in after SIGTERM."""
@@ -128,12 +131,10 @@ def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
 def members(leaders: Iterable[int]) -> list[int]:
     """The live processes in the sessions that these lead."""
     wanted, found = set(leaders), []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            # State, parent, process group and session follow the name, which may hold anything.
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            if fields[0] not in "ZX" and int(fields[3]) in wanted:
-                found.append(int(path.parent.name))
+    for process in psutil.process_iter(["status"]):
+        with suppress(OSError):
+            if os.getsid(process.pid) in wanted and process.info["status"] not in _DEAD:
+                found.append(process.pid)
     return found
 
 

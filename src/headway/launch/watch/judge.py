@@ -182,8 +182,7 @@ def text(verdict: HangDiagnosis) -> str:
     saving = [view for view in verdict.waiting if view.operation == SAVE]
     if saving and len(saving) < verdict.world_size:
         lines.append(
-            f"  save_state was called on {_ranks(saving)} only, at {where(saving[0])}: call it on every rank, outside conditions "
-            "on the rank"
+            f"  save_state was called on {_ranks(saving)} only, at {where(saving[0])}: call it on every rank, unconditionally"
         )
     if not verdict.waiting:
         lines += [line for view in verdict.missing for line in _about_lingering(view)]

@@ -59,8 +59,7 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     """
     if max_memory is not None and (absent := absent_from_here(_read(max_memory))):
         raise DeviceMapError(
-            f"{_said(absent, max_memory)}; name devices that are here, such as max_memory={{'cpu': '8GiB'}}, or leave "
-            "max_memory out to use what is free"
+            f"{_said(absent, max_memory)}; name devices that are here, as in max_memory={{'cpu': '8GiB'}}, or leave it out"
         )
 
 

@@ -411,9 +411,8 @@ class Collectives:
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
         raise CollectiveError(
-            "ranks called collectives that do not fit together:\n"
-            f"{told}\nEvery rank must make the same calls in the same order, with equal structures, dtypes and shapes "
-            "(dim 0 may differ in gather; pad_across_processes makes another dimension equal)"
+            f"ranks called collectives that do not fit together:\n{told}\nEvery rank must make the same calls in the same order, "
+            "with equal structures, dtypes and shapes (dim 0 may differ in gather; pad_across_processes evens another out)"
         )
 
     def _all_gather_objects(self, obj: Any) -> list[Any]:

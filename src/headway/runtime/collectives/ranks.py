@@ -260,8 +260,7 @@ def share_rng_states(everyone: Collectives, index: int) -> list[str]:
             begun.append(name)
     if "torch" in begun:
         log.warning_once(
-            "ranks that read the same part of the data had different RNG states: torch's are now seeded again, with "
-            "the same seed on these ranks. To seed ranks differently, call set_seed(seed, device_specific=True) after you create the "
-            "Accelerator"
+            "ranks that read the same part of the data had different RNG states: torch's are now seeded again, alike on these ranks. "
+            "To seed ranks differently, call set_seed(seed, device_specific=True) after you create the Accelerator"
         )
     return begun

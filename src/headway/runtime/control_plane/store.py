@@ -162,8 +162,7 @@ class StoreAddress:
             is_sound = False
         if not is_sound:
             raise ConfigError(
-                f"{shown(text)} is no address of a control plane of this version of Headway; only the launcher sets "
-                f"{env.CONTROL}: unset it"
+                f"{shown(text)} is no address of this Headway's control plane; only the launcher sets {env.CONTROL}: unset it"
             )
         return found
 

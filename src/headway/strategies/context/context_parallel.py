@@ -182,8 +182,7 @@ class ContextParallel:
             out = self._model(*args, **kwargs)
         if phase is CallPhase.CUT and not self._length:
             raise PrepareError(
-                f"{type(self._model).__name__} did not call its first block, where context parallelism cuts sequences; use fsdp "
-                "or tp for this model"
+                f"{type(self._model).__name__} did not call its first block, where sequences are cut; use fsdp or tp"
             )
         return out
 
@@ -456,8 +455,7 @@ def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
         return None
     if now != "eager":
         raise PrepareError(
-            f"{type(model).__name__} has attn_implementation={now!r}, which context parallelism cannot cut; load the model with "
-            "attn_implementation='sdpa'"
+            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism load it with 'sdpa'"
         )
     try:
         switch("sdpa")

@@ -247,8 +247,7 @@ class SplitLabels:
             raise DataError(problem)
         if refusing:
             raise DataError(
-                f"the batch of ranks {', '.join(map(str, refusing))} has labels that context parallelism cannot pad; the error there "
-                "says what to do"
+                f"the batch of ranks {', '.join(map(str, refusing))} has labels that cannot be padded; the error there says more"
             )
 
     def _padding_problem(self, label: torch.Tensor) -> str:

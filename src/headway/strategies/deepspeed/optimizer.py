@@ -104,8 +104,7 @@ def _check_kind(given: torch.optim.Optimizer, untested: bool) -> None:
     name = type(given).__name__
     if name in _BY_SHAPE:
         raise UnsupportedError(
-            f"{name} does not work with DeepSpeed, which flattens and partitions parameters: {_BY_SHAPE[name]}. Use AdamW, or "
-            "strategy='fsdp'"
+            f"{name} does not work with DeepSpeed's flattened parameters: {_BY_SHAPE[name]}. Use AdamW, or strategy='fsdp'"
         )
     home = type(given).__module__
     is_known = home.startswith("deepspeed.ops") or (home.startswith("torch.optim") and name in _ELEMENTWISE)

@@ -107,8 +107,7 @@ class DeepSpeedStrategy(Strategy):
         if len(optimizers) > 1:
             names = ", ".join(type(each).__name__ for each in optimizers)
             raise UnsupportedError(
-                f"DeepSpeed trains a model with one optimizer, but {len(optimizers)} were prepared ({names}); give one with several "
-                "parameter groups"
+                f"DeepSpeed trains with one optimizer, not {len(optimizers)} ({names}); give one with several parameter groups"
             )
         if self._model is None or not optimizers or self._zero is not None:
             return ()
@@ -125,8 +124,7 @@ class DeepSpeedStrategy(Strategy):
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:
             raise ConfigError(
-                f"the JSON has an optimizer, but a {type(given).__name__} was prepared; prepare a headway.DummyOptim, or remove "
-                "'optimizer' from the JSON"
+                f"the JSON has an optimizer, and a {type(given).__name__} was prepared; prepare a headway.DummyOptim instead"
             )
         self._partitioned = self._partition(given, account)
         self._zero = self._initialise(self._model, self._partitioned, account)
@@ -348,8 +346,7 @@ def _check_shapes(model: torch.nn.Module) -> None:
     name = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
     if name is not None:
         raise UnsupportedError(
-            f"{name} of {type(model).__name__} is a parameter without dimensions, which DeepSpeed cannot send to the other ranks; "
-            "make it of shape (1,)"
+            f"{name} of {type(model).__name__} has no dimensions, and DeepSpeed cannot send it; make it of shape (1,)"
         )
 
 

@@ -234,8 +234,7 @@ class MeshStrategy(Strategy):
             )
         if lacks_values and self.layout.tp > 1:
             raise PrepareError(
-                f"{type(model).__name__} was built on the meta device, which tensor parallelism does not support yet; "
-                "build it with its values on each rank"
+                f"{type(model).__name__} is on the meta device, which tensor parallelism does not support; build it with its values"
             )
         if lacks_values:
             check_initialisers(model)  # of buffers, too

@@ -81,8 +81,7 @@ def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Mo
     for one in options.units:
         if not any(is_wanted(name, module, (one,)) for name, module in model.named_modules()):
             raise ConfigError(
-                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} does not contain; give classes, class names "
-                "or module names"
+                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} lacks; give classes or names"
             )
     found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
     for name, module in found:
@@ -153,10 +152,7 @@ def _check_wrapped(model: torch.nn.Module) -> None:
         ):
             raise PrepareError(f"{where} is a {type(module).__name__}; give the bare model; prepare() shards it")
         if isinstance(module, fsdp.FSDPModule):
-            raise PrepareError(
-                f"{where} is already sharded (fully_shard); give the bare model, or remove the sharding from the script: prepare() "
-                "does it"
-            )
+            raise PrepareError(f"{where} is already sharded (fully_shard), as prepare() would do; give the bare model")
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise PrepareError(
                 f"{where} produces sparse gradients, which cannot be sharded; build it with sparse=False"
@@ -174,14 +170,12 @@ def _check_parameters(
             raise PrepareError(f"{kind} has the lazy parameter {name!r}; run one forward pass before prepare()")
         if parameter.ndim == 0:
             raise PrepareError(
-                f"the parameter {name!r} of {kind} is a scalar, which has no dimension to shard along; give it one: "
-                "torch.nn.Parameter(value.reshape(1))"
+                f"the parameter {name!r} of {kind} is a scalar, which cannot be sharded; make it torch.nn.Parameter(value.reshape(1))"
             )
         if not parameter.is_contiguous():
             raise PrepareError(
-                f"the parameter {name!r} of {kind} is not contiguous (shape {tuple(parameter.shape)}, strides "
-                f"{parameter.stride()}), but it is sharded along its first dimension; before prepare(): "
-                "parameter.data = parameter.data.contiguous()"
+                f"the parameter {name!r} of {kind} is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}); "
+                "before prepare(): parameter.data = parameter.data.contiguous()"
             )
     taken: set[int] = set()
     names = {id(p): name for name, p in model.named_parameters()}

@@ -95,9 +95,8 @@ class PlainCalls:
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipe.model.parameters())
         if learns and pipe.options.schedule != "gpipe":
             raise UnsupportedError(
-                f"PipelineOptions(schedule={pipe.options.schedule!r}) runs forward and backward of micro-batches in turn, so "
-                f"{pipe.route.kind} cannot be called with gradients by itself; use accelerator.forward_backward(batch, fn), or "
-                "schedule='gpipe'"
+                f"PipelineOptions(schedule={pipe.options.schedule!r}) runs forward and backward in turn, so {pipe.route.kind} cannot "
+                "be called with gradients; use accelerator.forward_backward(batch, fn), or schedule='gpipe'"
             )
         activation, found, joined, batch = self._forward(call, args, kwargs)
         if not is_shared:

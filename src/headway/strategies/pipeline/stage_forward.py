@@ -205,8 +205,7 @@ class StageForward:
         if self._next < len(self._route.stages.blocks):
             name = self._route.stages.names[self._next]
             raise UnsupportedError(
-                f"the loss was computed without block {name} of {self._route.kind}; in a pipeline it must call the model "
-                "once, and all blocks must run"
+                f"the loss was computed without block {name} of {self._route.kind}; it must call the model once, with all blocks"
             )
         self._check("the result", result)
 

@@ -177,8 +177,7 @@ class PipelineStrategy(Strategy):
         super().setup(model, transforms)
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
-                "a model that is compiled as a whole cannot be cut into stages; compile its blocks "
-                "(TorchDynamoPlugin(use_regional_compilation=True))"
+                "a compiled model cannot be cut into stages; use TorchDynamoPlugin(use_regional_compilation=True)"
             )
         is_split = self._options.schedule in ("zero_bubble", "zbv")
         if is_split and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):
@@ -255,8 +254,7 @@ class PipelineStrategy(Strategy):
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
-                "LBFGS joins all parameters to one vector, but under pipeline parallelism they are on different ranks; use AdamW, or "
-                "another strategy"
+                "LBFGS needs all parameters in one vector, and stages have them on different ranks; use AdamW"
             )
         self._optimizers.add(optimizer)
 
@@ -334,8 +332,7 @@ class PipelineStrategy(Strategy):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "a second backward in the last micro-batch of a window: in a pipeline a batch has one; add the losses up, and "
-            "call accelerator.backward once"
+            "a second backward in a window's last micro-batch: a pipeline has one; add the losses up, and call it once"
         )
 
     # ---------------------------------------------------------------- gradients

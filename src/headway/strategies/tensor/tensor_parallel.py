@@ -344,8 +344,7 @@ def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Mode
     reason = "the plan keeps it whole" if style is None else style.misfit(module, axis.size)
     if style is None or reason is not None:
         raise PrepareError(
-            f"{name!r} shares its {key} with a module that the plan splits, but cannot be split in the same way: {reason}; give both "
-            "a style, or none"
+            f"{name!r} shares its {key} with a module that is split, but cannot be split so: {reason}; give both a style, or none"
         )
     return SplitModule(module, name, axis, style)
 

@@ -351,8 +351,7 @@ class FiniteGuard(StepGuard):
         }[action]
         spoilt = [name for name, buffer in self._prepared.named("named_buffers") if not _is_finite(buffer)]
         after = (
-            f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), and no skipped update takes that back: go back to "
-            "a checkpoint"
+            f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), which skipping does not mend: load a checkpoint"
             if spoilt
             else ""
         )

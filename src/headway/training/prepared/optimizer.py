@@ -1,4 +1,4 @@
-"""The prepared optimizer: steps when a window is closed, skips where there is nothing to learn, counts what happened.
+"""The prepared optimizer: takes up sharded parameters, steps when a window is closed, skips where nothing was learnt, counts.
 
 Optimizers created before prepare() hold the original parameters: a strategy that shards replaces them.
 """

@@ -276,9 +276,8 @@ class Preparation:
             )
         if place:
             raise PrepareError(
-                f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, where it may not fit, under "
-                "hooks that expect it elsewhere. Leave device_placement out to keep the model where it is, or load it "
-                "without a device map"
+                f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, under hooks that expect it "
+                "elsewhere. Leave device_placement out, or load the model without a device map"
             )
         log.info_once(f"{what}: it stays there")
         return False

@@ -1,4 +1,4 @@
-"""A batch as a transaction: nothing travels before all ranks have voted, and until the second vote all can go back.
+"""A batch as a transaction: memory that runs out is caught, nothing travels before a vote, and until the second all can go back.
 
 ::
 

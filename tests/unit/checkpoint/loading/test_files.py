@@ -205,8 +205,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(change):
 
 def test_another_version_or_file_is_said():
     whole = json.loads(SMALL.encode())
-    for version in (1, 4, None, True, [2]):
-        with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads versions 2 and 3"):
+    for version in (1, 2, 4, None, True, [3]):
+        with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads 3"):
             Manifest.decode(json.dumps({**whole, "version": version}).encode())
     with pytest.raises(CheckpointError, match="not a manifest"):
         Manifest.decode(b"{}")
@@ -218,7 +218,7 @@ def test_files_are_hashed_with_xxh3(tmp_path):
     save(tmp_path)
     folder = tmp_path / "checkpoint_1"
     whole = json.loads((folder / MANIFEST).read_text())
-    assert whole["version"] == 2
+    assert whole["version"] == 3
     for name, entry in whole["content"]["files"].items():
         assert entry == {
             "bytes": (folder / name).stat().st_size,

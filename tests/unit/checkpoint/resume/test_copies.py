@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from headway.checkpoint.folders import copy_of
-from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.resume.test_methods import _folder, build, learn, names  # noqa: F401  (the fixture moves to a folder of its own)
 
@@ -66,14 +64,3 @@ def test_copies_only_are_not_passed_over_in_silence():
     again, *_ = build()
     with pytest.raises(CheckpointError, match=r"copies only \(kept was saved as checkpoint_0\)"):
         again.resume("latest")
-
-
-def test_checkpoints_from_before_names_were_kept_are_originals():
-    accelerator, *_ = build()
-    folder = accelerator.save_state()
-    found = read_manifest(folder)
-    assert found.about.pop("name") == "checkpoint_0"
-    (folder / "manifest.json").write_bytes(found.encode())
-    assert copy_of(folder) == ""
-    again, *_ = build()
-    assert again.resume("latest").folder == folder.absolute()

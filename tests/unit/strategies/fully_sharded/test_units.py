@@ -42,7 +42,7 @@ def test_units_are_named_by_class_name_or_place_innermost_first():
         assert names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
     nested = find_units(model, ShardingOptions(units=("blocks.1", "blocks.1.0")))
     assert names(model, nested) == ["blocks.1.0", "blocks.1"]
-    with pytest.raises(ConfigError, match="names 'Decoder', which Net does not contain"):
+    with pytest.raises(ConfigError, match="names 'Decoder', which Net lacks"):
         find_units(model, ShardingOptions(units="Decoder"))
     with pytest.raises(ConfigError, match="names 'blocks', a ModuleList, which is never called"):
         find_units(model, ShardingOptions(units="blocks"))

@@ -94,7 +94,7 @@ def test_nothing_and_wrong_placements_are_refused():
 def test_parameters_without_memory_are_refused():
     with torch.device("meta"):
         model = nn.Linear(1, 1)
-    with pytest.raises(PrepareError, match=r"2 parameters on the meta device.*'weight'"):
+    with pytest.raises(PrepareError, match=r"2 parameters of .* on the meta device.*'weight'"):
         Accelerator(cpu=True).prepare(model)
 
 
