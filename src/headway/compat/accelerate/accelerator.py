@@ -126,22 +126,13 @@ class AccelerateAccelerator(Accelerator):
     ) -> None:
         # By keyword, for pickle.
         self._given = {
-            "device_placement": device_placement,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "dataloader_config": dataloader_config,
-            "rng_types": rng_types,
-            "project_config": project_config,
-            "gradient_accumulation_plugin": gradient_accumulation_plugin,
-            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
-            "kwargs_handlers": kwargs_handlers,
-        }
-        if gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = (
-                env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS") or gradient_accumulation_steps
-            )
-        mixed_precision = mixed_precision or _said("MIXED_PRECISION")
+            "device_placement": device_placement, "mixed_precision": mixed_precision, "cpu": cpu, "rng_types": rng_types,
+            "gradient_accumulation_steps": gradient_accumulation_steps, "dataloader_config": dataloader_config,
+            "project_config": project_config, "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer, "kwargs_handlers": kwargs_handlers,
+        }  # fmt: skip
+        if gradient_accumulation_plugin is None and (said := env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS")):
+            gradient_accumulation_steps = said
         if fsdp_plugin is None and env.get_bool(f"{_SAID}USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         if parallelism_config is None and env.get_bool(f"{_SAID}USE_PARALLELISM_CONFIG"):
@@ -150,30 +141,19 @@ class AccelerateAccelerator(Accelerator):
         self._writer = Writer(self)
         self._asked_trackers = log_with is not None
         super().__init__(
-            device_placement=device_placement,
-            mixed_precision=mixed_precision,
+            device_placement=device_placement, mixed_precision=mixed_precision or _said("MIXED_PRECISION"), cpu=cpu or None,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
-            cpu=cpu or None,
-            dataloader_config=fixed(dataloader_config),
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            rng_types=rng_types if rng_types is not None else ("generator",),
-            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
-            project_dir=project_dir,
-            project_config=fixed(project_config),
             gradient_accumulation_plugin=_without_adjusting(fixed(gradient_accumulation_plugin)),
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=fixed(dataloader_config),
+            deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
+            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
+            project_dir=project_dir, project_config=fixed(project_config), loss_policy=ConstantDivision(),
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
             kwargs_handlers=[fixed(each) for each in kwargs_handlers or ()],
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
-            loss_policy=ConstantDivision(),
             # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
             preemption=None if env.get_bool(PREEMPTION) else False,
-        )
+        )  # fmt: skip
         self._remember(rng_types, log_with, kwargs_handlers)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
