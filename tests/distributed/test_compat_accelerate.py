@@ -473,3 +473,19 @@ def test_a_plugin_of_version_one_trains_in_shards(way, tmp_path):
     whole = ranks[0][1]  # on rank 0 alone, as FULL_STATE_DICT says
     assert whole.keys() == wanted.keys()
     assert all(torch.allclose(whole[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+def offloaded_at_once(folder):
+    from headway import Accelerator, dispatch_model
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    for turn in range(20):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        accelerator.wait_for_everyone()
+        made = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=f"{folder}/{turn}")
+        assert made(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_ranks_may_offload_the_same_weights_to_one_folder_at_once(tmp_path):
+    run_ranks(offloaded_at_once, 2, str(tmp_path))

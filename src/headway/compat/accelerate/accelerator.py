@@ -139,7 +139,8 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config = ParallelismConfig()
         self._project = ""
         self._writer = Writer(self)
-        self._asked_trackers = log_with is not None
+        kept = makers(log_with, lambda: self._project, lambda: self.logging_dir)
+        self._asked_trackers = bool(kept)
         super().__init__(
             device_placement=device_placement, mixed_precision=mixed_precision or _said("MIXED_PRECISION"), cpu=cpu or None,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
@@ -147,8 +148,7 @@ class AccelerateAccelerator(Accelerator):
             rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=fixed(dataloader_config),
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
-            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
-            project_dir=project_dir, project_config=fixed(project_config), loss_policy=ConstantDivision(),
+            log_with=kept, project_dir=project_dir, project_config=fixed(project_config), loss_policy=ConstantDivision(),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
             kwargs_handlers=[fixed(each) for each in kwargs_handlers or ()],
             # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
@@ -244,7 +244,12 @@ class AccelerateAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As Headway's; what is not prepared is left alone."""
+        """As Headway's; what is not prepared is left alone, and on CPUs `even_batches` has no effect."""
+        if even_batches is not None and self.num_processes > 1 and self.device.type == "cpu":
+            log.warning_once(
+                "join_uneven_inputs(even_batches=%s) has no effect on CPUs, as in Accelerate", even_batches
+            )
+            even_batches = None
         with super().join_uneven_inputs((), even_batches):
             yield
 

@@ -76,13 +76,9 @@ class MegatronLMPlugin:
         options: the fields of Accelerate's class, by name.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
+    tp_degree = pp_degree = num_micro_batches = 1
+    gradient_clipping = 1.0
+    sequence_parallelism = recompute_activations = use_distributed_optimizer = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         first = ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping", "sequence_parallelism")

@@ -74,7 +74,7 @@ def test_what_cannot_run_is_refused_where_it_is_used():
     with pytest.raises(UnsupportedError, match=r"TERecipeKwargs in kwargs_handlers.*AORecipeKwargs"):
         AccelerateAccelerator(cpu=True, kwargs_handlers=[recipes.TERecipeKwargs()])
     plugin = recipes.MegatronLMPlugin(2, pp_degree=4)
-    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (2, 4, None)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (2, 4, 1)
     assert repr(plugin) == "MegatronLMPlugin(tp_degree=2, pp_degree=4)"
     with pytest.raises(HeadwayError, match="Megatron-LM"):
         AccelerateAccelerator(cpu=True, megatron_lm_plugin=plugin)
