@@ -17,7 +17,7 @@ from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
-from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration, fixed
+from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration
 from headway.compat.accelerate.data.batches import convert_to_fp32
 from headway.compat.accelerate.data.exchange import gather_and_cut
 from headway.compat.accelerate.data.loading import AccelerateRules
@@ -27,6 +27,7 @@ from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
+from headway.compat.accelerate.recipes import usable
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.data.loader import PreparedLoader
@@ -144,13 +145,13 @@ class AccelerateAccelerator(Accelerator):
         super().__init__(
             device_placement=device_placement, mixed_precision=mixed_precision or _said("MIXED_PRECISION"), cpu=cpu or None,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
-            gradient_accumulation_plugin=_without_adjusting(fixed(gradient_accumulation_plugin)),
-            rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=fixed(dataloader_config),
+            gradient_accumulation_plugin=_without_adjusting(gradient_accumulation_plugin),
+            rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=dataloader_config,
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
-            log_with=kept, project_dir=project_dir, project_config=fixed(project_config), loss_policy=ConstantDivision(),
+            log_with=kept, project_dir=project_dir, project_config=project_config, loss_policy=ConstantDivision(),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
-            kwargs_handlers=[fixed(each) for each in kwargs_handlers or ()],
+            kwargs_handlers=usable(kwargs_handlers),
             # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
             preemption=None if env.get_bool(PREEMPTION) else False,
         )  # fmt: skip
@@ -346,24 +347,29 @@ class AccelerateAccelerator(Accelerator):
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
-        return LiveDataLoaderConfiguration(self._preparation.loading, self._preparation.load_by)
+        return LiveDataLoaderConfiguration(
+            self._preparation.loading, lambda fields: self._preparation.load_by(DataLoaderConfiguration(**fields))
+        )
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._preparation.load_by(fixed(value))
+        self._preparation.load_by(value)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where the run keeps its files; its fields may be assigned, `iteration` too, which saves advance."""
         place = self._checkpoints.place
-        return LiveProjectConfiguration(replace(place.project, iteration=place.iteration), self._use_project)
+        return LiveProjectConfiguration(
+            replace(place.project, iteration=place.iteration),
+            lambda fields: self._use_project(ProjectConfiguration(**fields)),
+        )
 
     @project_configuration.setter
     def project_configuration(self, value: ProjectConfiguration) -> None:
-        self._use_project(fixed(value))
+        self._use_project(value)
 
     def _use_project(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project, self._checkpoints.place.iteration = project, project.iteration
+        self._checkpoints.place.project, self._checkpoints.place.iteration = project.taken(), project.iteration
 
     @property
     def even_batches(self) -> bool:

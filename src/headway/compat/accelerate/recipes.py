@@ -1,25 +1,29 @@
 """Settings of float8 engines that Headway does not drive: they can be created and inspected; the Accelerator refuses them."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from headway.compat.accelerate.changeable import KwargsHandler
+from headway.config.values import KwargsHandler
 from headway.errors import ConfigError, UnsupportedError
 
 
 class _Engine(KwargsHandler):
     """Refused when passed to an Accelerator."""
 
-    def as_headway(self) -> NoReturn:
-        """Say what to use.
 
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{type(self).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs through "
-            "torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
-        )
+def usable(handlers: list[Any] | None) -> list[Any] | None:
+    """The `kwargs_handlers`, if Headway drives what they are for.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    for each in handlers or ():
+        if isinstance(each, _Engine):
+            raise UnsupportedError(
+                f"{type(each).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs "
+                "through torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
+            )
+    return handlers
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -96,6 +96,7 @@ AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "AcceleratedScheduler": ("headway.compat.accelerate.prepared", "AcceleratedScheduler"),
     "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
     "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
+    "KwargsHandler": ("headway.config.values", "KwargsHandler"),
     "compile_regions_fsdp2": ("headway", "compile_regions"),
     "find_executable_batch_size": ("headway.compat.accelerate.data.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.modules.dispatched", name) for name in _DISPATCHED.split()},
