@@ -15,6 +15,7 @@ _BY_PLACE = {
     "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig",
     "headway.config.layout_request": "TorchContextParallelConfig",
     "headway.config.launch": "DynamoBackend",
+    "headway.config.values": "KwargsHandler",
     "headway.offload.quantisation": """
         BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers load_and_quantize_model
     """,
@@ -96,7 +97,6 @@ AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "AcceleratedScheduler": ("headway.compat.accelerate.prepared", "AcceleratedScheduler"),
     "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
     "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
-    "KwargsHandler": ("headway.config.values", "KwargsHandler"),
     "compile_regions_fsdp2": ("headway", "compile_regions"),
     "find_executable_batch_size": ("headway.compat.accelerate.data.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.modules.dispatched", name) for name in _DISPATCHED.split()},
