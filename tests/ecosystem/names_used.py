@@ -40,7 +40,10 @@ REASONS = {
 _HEAD = """# What libraries touch of Accelerate
 
 Every name and member of Accelerate in these sources, how it is served under Accelerate's name, and the first test that uses it:
-{libraries}. `python -m tests.ecosystem.names_used --write` writes it; `test_imports.py` compares it with what is installed.
+{libraries}.
+
+`PYTHONPATH=$(headway compat --path) python -m tests.ecosystem.names_used LIBRARY... --write` writes this page, and `test_imports.py`
+compares it with what is installed.
 
 | touched | by | served | tested in |
 |---|---|---|---|

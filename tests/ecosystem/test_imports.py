@@ -34,7 +34,7 @@ def found():
 
 def test_what_they_touch_is_there_or_has_a_reason(found):
     assert {name: how for name, (how, _) in found.items() if how.strip() == "no:"} == {}
-    assert {name for name, (how, _) in found.items() if how.startswith("no")} == {
+    assert {name for name, (how, _) in found.items() if how.startswith("no")} <= {
         "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.type", "DeepSpeedPlugin.set_deepspeed_weakref",
         "DeepSpeedPlugin.set_mixed_precision", "FullyShardedDataParallelPlugin.get_module_class_from_name",
     }  # fmt: skip
