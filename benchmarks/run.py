@@ -11,6 +11,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 QUESTIONS = {
     "step_cost": "What does a prepared loop cost per micro-batch beyond the same loop by hand?",
+    "switch_cost": "What does a micro-batch cost under Accelerate's name beside Headway's own?",
     "loader_cost": "What does a prepared loader cost per batch beyond torch's?",
     "command_line": "How long does a help text take?",
     "import_time": "What does the import cost beyond torch's?",

@@ -960,7 +960,7 @@ class Accelerator(RankAware):
 
     @project_configuration.setter
     def project_configuration(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project = project
+        self._checkpoints.place.project = project.taken()
 
     # ---------------------------------------------------------------- trackers and the run's log
 

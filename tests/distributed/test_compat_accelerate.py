@@ -1,5 +1,6 @@
 """The same lines under Accelerate and under Headway, import changed, on one process and on two: the same results."""
 
+import os
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -411,3 +412,80 @@ def sharded_by_its_function():
 def test_a_model_is_sharded_by_accelerates_function_and_a_plugin_of_version_one():
     wanted = (["DTensor"] * 4, True, True, 2, "StateDictType.FULL_STATE_DICT", "OffloadPolicy")
     assert run_ranks(sharded_by_its_function, 2) == [wanted] * 2
+
+
+FSDP_VARIABLES = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Linear",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}  # fmt: skip
+
+
+def layers_and_rows():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)), torch.randn(24, 5)
+
+
+def trained_by_hand():
+    model, rows = layers_and_rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        batch = rows[8 * step : 8 * step + 8]
+        torch.nn.functional.mse_loss(model(batch[:, :4]), batch[:, 4:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def trained_in_shards(way, folder):
+    from torch.distributed import fsdp
+
+    from headway.compat.accelerate.accelerator import AccelerateAccelerator
+    from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    os.environ |= FSDP_VARIABLES if way == "environment" else {}
+    plugin = FullyShardedDataParallelPlugin(
+        sharding_strategy=fsdp.ShardingStrategy.FULL_SHARD, backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_PRE,
+        state_dict_type=fsdp.StateDictType.FULL_STATE_DICT, cpu_offload=fsdp.CPUOffload(offload_params=False),
+    )  # fmt: skip
+    accelerator = AccelerateAccelerator(cpu=True, fsdp_plugin=None if way == "environment" else plugin)
+    model, rows = layers_and_rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4))
+    for batch in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(batch[:, :4]), batch[:, 4:]))
+        optimizer.step()
+        optimizer.zero_grad()
+    kinds = [type(each).__name__ for each in model.parameters()]
+    accelerator.save_state(folder)
+    for each in model.parameters():
+        torch.nn.init.zeros_(each)
+    accelerator.load_state(folder)
+    return kinds, accelerator.get_state_dict(model), str(accelerator.distributed_type)
+
+
+@pytest.mark.parametrize("way", ["plugin", "environment"])
+def test_a_plugin_of_version_one_trains_in_shards(way, tmp_path):
+    wanted = trained_by_hand()
+    ranks = run_ranks(trained_in_shards, 2, way, str(tmp_path / "state"))
+    assert [(kinds, kind) for kinds, _, kind in ranks] == [(["DTensor"] * 4, "DistributedType.FSDP")] * 2
+    whole = ranks[0][1]  # on rank 0 alone, as FULL_STATE_DICT says
+    assert whole.keys() == wanted.keys()
+    assert all(torch.allclose(whole[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+def offloaded_at_once(folder):
+    from headway import Accelerator, dispatch_model
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    for turn in range(20):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        accelerator.wait_for_everyone()
+        made = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=f"{folder}/{turn}")
+        assert made(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_ranks_may_offload_the_same_weights_to_one_folder_at_once(tmp_path):
+    run_ranks(offloaded_at_once, 2, str(tmp_path))

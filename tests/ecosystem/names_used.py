@@ -1,109 +1,180 @@
-"""What installed libraries take from Accelerate, read from their source, and which of it the `accelerate` of this process lacks.
+"""What libraries take from Accelerate, read from their source, and how the `accelerate` of this process serves it.
 
-`python -m tests.ecosystem.names_used LIBRARY...` prints a JSON object. Lazy imports are found like any others; what is imported
-by a computed name is not.
+`python -m tests.ecosystem.names_used LIBRARY...` prints {name: [what serves it, libraries]}; with `--write` it renews names_used.md.
+A library is an installed package, or `NAME==VERSION=FOLDER`. Lazy imports are found like others; imports by a computed name are not.
 """
 
 import ast
-import importlib
 import importlib.util
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import accelerate
 
-OBJECTS = ("accelerator.", "self.accelerator.", "trainer.accelerator.", "self.trainer.accelerator.")
-"""What an Accelerator is called there."""
+from headway.compat.accelerate.served.differences import answer
+from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
+
+TESTS = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".md")
+HOLDERS = {
+    "accelerator": "Accelerator", "_accelerator": "Accelerator", "accelerator.state": "AcceleratorState",
+    "distributed_state": "PartialState", "gradient_state": "GradientState", "parallelism_config": "ParallelismConfig",
+    "fsdp_plugin": "FullyShardedDataParallelPlugin", "deepspeed_plugin": "DeepSpeedPlugin",
+}  # fmt: skip
+"""What libraries call objects of Accelerate, as variables and as attributes."""
+_ASKED = "of DeepSpeedPlugin where ACCELERATE_USE_DEEPSPEED is set, which `headway launch` leaves out"
+REASONS = {
+    "Accelerator.type": "transformers keeps torch.accelerator's device in a variable of that name",
+    "DeepSpeedPlugin.set_deepspeed_weakref": _ASKED,
+    "DeepSpeedPlugin.set_mixed_precision": _ASKED,
+    "FullyShardedDataParallelPlugin.get_module_class_from_name": "asked for with hasattr; Accelerate 1.15 has none either",
+}
+"""Why a name is not there, where `headway compat` does not say it."""
+_HEAD = """# What libraries touch of Accelerate
+
+Every name and member of Accelerate in these sources, how it is served under Accelerate's name, and the first test that uses it:
+{libraries}.
+
+`PYTHONPATH=$(headway compat --path) python -m tests.ecosystem.names_used LIBRARY... --write` writes this page, and `test_imports.py`
+compares it with what is installed.
+
+| touched | by | served | tested in |
+|---|---|---|---|
+"""
 
 
-def sources(library: str) -> Iterator[tuple[str, ast.Module]]:
-    """Each of its files that speaks of Accelerate or of an accelerator, by its name and parsed."""
-    spec = importlib.util.find_spec(library)
-    assert spec is not None
-    for root in spec.submodule_search_locations or ():
+def trees(library: str) -> Iterator[ast.Module]:
+    """Each file of the library that speaks of Accelerate or of an accelerator, parsed."""
+    name, _, folder = library.rpartition("=")
+    spec = None if name else importlib.util.find_spec(folder)
+    for root in [folder] if spec is None else spec.submodule_search_locations or ():
         for path in sorted(Path(root).rglob("*.py")):
             text = path.read_text()
             if "accelerat" in text:
-                yield f"{library}/{path.relative_to(root)}", ast.parse(text)
+                yield ast.parse(text)
 
 
-def chain(node: ast.AST) -> str:
-    """`a.b.c` of an attribute of attributes of a name, else nothing."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        front = chain(node.value)
-        return f"{front}.{node.attr}" if front else ""
-    return ""
-
-
-def used(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(kind, name): ("import", "module:name"), ("import", "module:"), ("attribute", "accelerate.x.y") or ("member", "x.y")."""
+def used(tree: ast.Module) -> Iterator[str]:
+    """Names by module, `accelerate.utils.memory.clear_device_cache`, and members by class, `PartialState.device`."""
     nodes = list(ast.walk(tree))
-    bound = set()
+    bound: dict[str, str] = {}
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "accelerate":
-            yield from (("import", f"{node.module}:{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "accelerate":
-                    yield "import", f"{alias.name}:"
-                    bound.add(alias.asname or "accelerate")
+        is_absolute = isinstance(node, ast.ImportFrom) and not node.level
+        for alias in node.names if is_absolute or isinstance(node, ast.Import) else ():
+            name = f"{node.module}.{alias.name}" if is_absolute else alias.name
+            if name.split(".")[0] == "accelerate":
+                yield name
+                bound[alias.asname or (alias.name if is_absolute else "accelerate")] = (
+                    name if is_absolute or alias.asname else "accelerate"
+                )
+    held = dict(HOLDERS)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            kind = _class(_chain(node.value.func), bound)
+            held |= {".".join(_chain(target)): kind for target in node.targets if kind}
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            name = chain(node)
-            if name.split(".")[0] in bound:
-                yield "attribute", name
-            for start in OBJECTS:
-                if name.startswith(start):
-                    yield "member", name.removeprefix(start)
+            yield from _read(_chain(node), bound, held)
 
 
-def missing(kind: str, name: str, accelerator: accelerate.Accelerator) -> str:
-    """Why it cannot be had here; empty where it can."""
+def _chain(node: ast.AST) -> list[str]:
+    """The parts of `a.B().c`, attributes and calls of classes that begin with a name; else none."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Call):
+        made = _chain(node.func)
+        return made if made and made[-1][0].isupper() else []
+    front = _chain(node.value) if isinstance(node, ast.Attribute) else []
+    return [*front, node.attr] if front and isinstance(node, ast.Attribute) else []
+
+
+def _class(parts: list[str], bound: Mapping[str, str]) -> str:
+    return parts[-1] if parts and parts[0] in bound and parts[-1][0].isupper() else ""
+
+
+def _read(parts: list[str], bound: Mapping[str, str], held: Mapping[str, str]) -> Iterator[str]:
+    for end in range(len(parts) - 1, 0, -1):
+        front = parts[:end]
+        known = [held.get(".".join(each)) for each in (front, front[-2:], front[-1:])]
+        kind = next(filter(None, known), "") or _class(front, bound)
+        if kind and front[-2:-1] != ["torch"]:
+            yield f"{kind}.{parts[end]}"
+            return
+    module = bound.get(parts[0], "") if parts else ""
+    if module.partition(".")[2] in {"", *MODULES_AS_ACCELERATE} and module:
+        yield ".".join([module, *parts[1:]])
+
+
+@cache
+def _made(kind: str) -> Any:
+    """One of its instances; the class where that needs arguments, or is an enumeration."""
+    accelerate.Accelerator(cpu=True)
+    found = getattr(accelerate, kind, None) or getattr(accelerate.utils, kind)
     try:
-        if kind == "import":
-            module, _, what = name.partition(":")
-            exec(f"from {module} import {what}" if what else f"import {module}")
-            return ""
-        parts = name.split(".") if kind == "member" else name.split(".")[1:]
-        found = accelerator if kind == "member" else accelerate
-        for part in parts:
-            # A plugin that this run does not have: what would be asked of it cannot be told from here.
-            found = None if found is None else getattr(found, part)
-    except (ImportError, AttributeError) as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return ""
+        return found()
+    except (TypeError, ValueError):
+        return found
 
 
-def look(libraries: list[str]) -> dict[str, object]:
-    """Counts by library and kind, of files and of names in all, and what is missing with the file that asks for it."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    places: dict[tuple[str, str], str] = {}
-    counts: dict[str, dict[str, int]] = {}
+def served(name: str) -> str:
+    """`yes`, `differs: ...` or `no: ...` with the reason, which is empty where nobody has given one."""
+    place, _, last = name.rpartition(".")
+    is_member = not name.startswith("accelerate")
+    short = name if is_member else name.removeprefix("accelerate.")
+    found = answer(last if answer(short).status == "unknown" else short)
+    try:
+        if is_member:
+            getattr(_made(place), last)
+        else:
+            exec(f"from {place} import {last}" if place else f"import {name}")
+    except (ImportError, AttributeError):
+        return f"no: {REASONS.get(name, found.note)}"
+    return {"differs": f"differs: {found.note}", "not served": f"no: {found.note}"}.get(found.status, "yes")
+
+
+@cache
+def _texts() -> dict[str, str]:
+    folders = ("ecosystem/habits", "ecosystem", "unit/compat", "distributed", "unit", "docs")
+    own = (Path(__file__).name, "test_imports.py")
+    paths = [path for each in folders for path in sorted((TESTS / each).rglob("*.py")) if path.name not in own]
+    return {str(path.relative_to(TESTS)): path.read_text() for path in paths}
+
+
+def tested(name: str) -> str:
+    """The first test file that uses a name, or a member of the Accelerator with a dot before it; the one that imports all names."""
+    word = re.compile(rf"{'[.]' if name.startswith('Accelerator.') else ''}\b{re.escape(name.rpartition('.')[2])}\b")
+    default = "house/test_names_of_accelerate.py" if name.startswith("accelerate") else ""
+    return next((file for file, text in _texts().items() if word.search(text)), default)
+
+
+def look(libraries: Iterable[str]) -> dict[str, tuple[str, list[str]]]:
+    """Each name: how it is served, and by whom it is touched."""
+    found: dict[str, set[str]] = defaultdict(set)
     for library in libraries:
-        mine: set[tuple[str, str]] = set()
-        files = set()
-        for file, tree in sources(library):
-            for each in used(tree):
-                mine.add(each)
-                files.add(file)
-                places.setdefault(each, file)
-        kinds = [kind for kind, _ in mine]
-        counts[library] = {
-            "files": len(files),
-            **{kind: kinds.count(kind) for kind in ("import", "attribute", "member")},
-        }
-    reasons = {f"{kind} {name}": (file, missing(kind, name, accelerator)) for (kind, name), file in places.items()}
-    return {
-        "is_headway": hasattr(accelerate, "__headway_version__"),
-        "counts": counts,
-        "names": sorted(f"{kind} {name}" for kind, name in places),
-        "missing": {name: [file, why] for name, (file, why) in reasons.items() if why},
-    }
+        for tree in trees(library):
+            for name in used(tree):
+                found[name].add(library.partition("=")[0])
+    return {name: (served(name), sorted(found[name])) for name in sorted(found)}
+
+
+def main(arguments: list[str]) -> None:
+    """Print, or write the table."""
+    libraries = [each for each in arguments if not each.startswith("-")]
+    found = look(libraries)
+    if "--write" not in arguments:
+        print(json.dumps(found))
+        return
+    names = [each.rpartition("=")[0].replace("==", " ") or f"{each} {version(each)}" for each in libraries]
+    lines = [f"| `{name}` | {', '.join(by)} | {how} | `{tested(name)}` |" for name, (how, by) in found.items()]
+    TABLE.write_text(_HEAD.format(libraries=", ".join(names)) + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(sys.argv[1:])))
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Options of the engines underneath: DDP, autocast, the fp16 scaler, float8, torch.compile, the process group, the profiler.
 
-The names are those of Accelerate's `kwargs_handlers`; each is a frozen dataclass, and each may be given once.
+The names are those of Accelerate's `kwargs_handlers`; each may be given once.
 
 Options of float8 training (mixed_precision="fp8"), by Headway's names and by Accelerate's. Torch-free.
 
@@ -18,7 +18,7 @@ from headway.config.launch import MODES, DynamoBackend
 from headway.config.layout_request import TorchContextParallelConfig
 from headway.config.load import UNSET, run_setting
 from headway.config.parallelism import PipelineOptions, ShardingOptions, TensorParallelOptions
-from headway.config.values import known_keywords
+from headway.config.values import KwargsHandler, known_keywords
 from headway.errors import ConfigError
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -144,8 +144,8 @@ class DDPCommunicationHookType(str, Enum):
 
 
 @known_keywords
-@dataclass(frozen=True)
-class DistributedDataParallelKwargs:
+@dataclass(unsafe_hash=True)
+class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's DistributedDataParallel, by its own names and defaults.
 
     Attributes:
@@ -166,8 +166,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "comm_hook", _hook(self.comm_hook, "comm_hook"))
-        object.__setattr__(self, "comm_wrapper", _hook(self.comm_wrapper, "comm_wrapper"))
+        self.comm_hook, self.comm_wrapper = _hook(self.comm_hook, "comm_hook"), _hook(self.comm_wrapper, "comm_wrapper")
         if self.comm_wrapper.value not in ("no", "fp16", "bf16"):
             raise ConfigError(f"comm_wrapper={self.comm_wrapper.value!r}; allowed: no, fp16, bf16")
 
@@ -181,8 +180,8 @@ def _hook(value: DDPCommunicationHookType | str, name: str) -> DDPCommunicationH
         ) from None
 
 
-@dataclass(frozen=True)
-class AutocastKwargs:
+@dataclass(unsafe_hash=True)
+class AutocastKwargs(KwargsHandler):
     """Options of torch.autocast."""
 
     enabled: bool = True
@@ -190,8 +189,8 @@ class AutocastKwargs:
 
 
 @known_keywords
-@dataclass(frozen=True)
-class GradScalerKwargs:
+@dataclass(unsafe_hash=True)
+class GradScalerKwargs(KwargsHandler):
     """Options of the fp16 gradient scaler, by torch's names and defaults."""
 
     init_scale: float = 65536.0
@@ -202,8 +201,8 @@ class GradScalerKwargs:
 
 
 @known_keywords
-@dataclass(frozen=True)
-class InitProcessGroupKwargs:
+@dataclass(unsafe_hash=True)
+class InitProcessGroupKwargs(KwargsHandler):
     """Options of torch's init_process_group; None: Headway's choice (see `headway.runtime.process.start`)."""
 
     backend: str | None = None
@@ -212,8 +211,8 @@ class InitProcessGroupKwargs:
 
 
 @known_keywords
-@dataclass(frozen=True)
-class ProfileKwargs:
+@dataclass(unsafe_hash=True)
+class ProfileKwargs(KwargsHandler):
     """Options of torch.profiler.profile.
 
     Attributes:
@@ -269,11 +268,11 @@ class ActivationCheckpointing:
 class EngineOptions:
     """One of each kind of option."""
 
-    ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
-    autocast: AutocastKwargs = AutocastKwargs()
-    scaler: GradScalerKwargs = GradScalerKwargs()
-    process_group: InitProcessGroupKwargs = InitProcessGroupKwargs()
-    profile: ProfileKwargs = ProfileKwargs()
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
     checkpointing: ActivationCheckpointing | None = None
     sharding: ShardingOptions | None = None
     tensor: TensorParallelOptions | None = None
@@ -290,6 +289,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
     """
     kinds: dict[str, type] = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(EngineOptions).items()}
     chosen: dict[str, Any] = {}
+    usual = {name: kind().taken() for name, kind in kinds.items() if issubclass(kind, KwargsHandler)}
     for given in handlers or []:
         handler = given.options if isinstance(given, AORecipeKwargs) else given
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
@@ -298,8 +298,8 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
             raise ConfigError(f"kwargs_handlers holds a {type(handler).__name__}; allowed: {allowed}")
         if name in chosen:
             raise ConfigError(f"kwargs_handlers holds two {kinds[name].__name__}; give one")
-        chosen[name] = handler
-    return EngineOptions(**chosen)
+        chosen[name] = handler.taken() if isinstance(handler, KwargsHandler) else handler
+    return EngineOptions(**usual | chosen)
 
 
 Backend = DynamoBackend | str | Callable[..., Any]

@@ -15,13 +15,13 @@ from pathlib import Path
 from headway.common import env
 from headway.common.callsite import call_site
 from headway.config.load import UNSET, run_setting
-from headway.config.values import known_keywords
+from headway.config.values import KwargsHandler, known_keywords
 from headway.errors import ConfigError
 
 
 @known_keywords
-@dataclass(frozen=True)
-class DataLoaderConfiguration:
+@dataclass(unsafe_hash=True)
+class DataLoaderConfiguration(KwargsHandler):
     """How prepared loaders split, pad and move batches.
 
     Attributes:
@@ -56,8 +56,8 @@ class DataLoaderConfiguration:
 
 
 @known_keywords
-@dataclass(frozen=True)
-class GradientAccumulationPlugin:
+@dataclass(unsafe_hash=True)
+class GradientAccumulationPlugin(KwargsHandler):
     """How micro-batches form an update.
 
     Attributes:
@@ -80,8 +80,8 @@ class GradientAccumulationPlugin:
 
 
 @known_keywords
-@dataclass(frozen=True)
-class ProjectConfiguration:
+@dataclass(unsafe_hash=True)
+class ProjectConfiguration(KwargsHandler):
     """Where a run keeps its files.
 
     Attributes:
@@ -113,6 +113,11 @@ class ProjectConfiguration:
         """The same with `logging_dir` filled in."""
         return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)
 
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` if it is not set."""
+        self.project_dir = project_dir
+        self.logging_dir = project_dir if self.logging_dir is None else self.logging_dir
+
 
 def caller() -> str:
     """`file:line` of the code that builds the Accelerator, for errors about its arguments."""
@@ -131,11 +136,11 @@ def windows(
             f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
         )
     if plugin is not None:
-        return plugin
+        return plugin.taken()
     chosen, _ = run_setting(
         "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
     )
-    return GradientAccumulationPlugin(num_steps=chosen)
+    return GradientAccumulationPlugin(num_steps=chosen).taken()
 
 
 def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:
@@ -158,7 +163,7 @@ def loading_settings(config: DataLoaderConfiguration | None, split_batches: bool
     _check_kind("dataloader_config", config, DataLoaderConfiguration)
     if config is not None and split_batches and not config.split_batches:
         raise ConfigError("split_batches=True contradicts dataloader_config.split_batches=False; set it in one place")
-    return config or DataLoaderConfiguration(split_batches=split_batches)
+    return (config or DataLoaderConfiguration(split_batches=split_batches)).taken()
 
 
 def project_settings(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
@@ -171,7 +176,7 @@ def project_settings(folder: str | Path | None, config: ProjectConfiguration | N
     chosen = config or ProjectConfiguration(project_dir=folder)
     if chosen.project_dir is None and folder is not None:
         chosen = replace(chosen, project_dir=folder)
-    return chosen.with_defaults()
+    return chosen.with_defaults().taken()
 
 
 def _check_kind(name: str, given: object, kind: type) -> None:

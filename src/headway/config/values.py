@@ -1,6 +1,7 @@
 """Reading one setting's value from text or from a config file, with errors that name where it came from."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from headway.config.launch import LaunchSetting
 from headway.errors import CallError, ConfigError
 
 Class = TypeVar("Class", bound=type)
+Taken = TypeVar("Taken", bound="KwargsHandler")
 
 _KINDS = {
     "integer": "a whole number",
@@ -35,6 +37,38 @@ def check_count(**values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
+
+
+class KwargsHandler:
+    """The base of options that scripts give an Accelerator: dataclasses whose fields can be assigned until one takes them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("_is_taken"):
+            raise ConfigError(
+                f"{type(self).__name__}.{name} = {value!r}: an Accelerator has taken these options; set them before it is created"
+            )
+        if name not in (known := [each.name for each in fields(self)]):  # type: ignore[arg-type]
+            raise CallError(f"{type(self).__name__} has no field {name!r}{did_you_mean(name, known)}")
+        object.__setattr__(self, name, value)
+
+    def taken(self: Taken) -> Taken:
+        """A copy for an Accelerator, checked as if it were new, whose fields stay.
+
+        Raises:
+            ConfigError: a value that the field cannot have.
+        """
+        copy = replace(self)  # type: ignore[type-var]  # with a dataclass
+        object.__setattr__(copy, "_is_taken", True)
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
 def known_keywords(kind: Class) -> Class:

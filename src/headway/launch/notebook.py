@@ -108,12 +108,8 @@ def notebook_launcher(
         environment = env.snapshot()
         # The function's module must be found as it is here.
         environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        planned = plan.make(
-            resolve([layer]),
-            Program("headway.launch.cell", (folder,), "module"),
-            machine.look(environment),
-            environment,
-        )
+        program = Program("headway.launch.cell", (folder,), "module")
+        planned = plan.make(resolve([layer]), program, machine.look(environment), environment)
         _tell_what_is_taken()
         code = _run(planned, environment)
         if code:

@@ -54,7 +54,7 @@ def offload(
         _check_owner(path, found, specs, owner, values)
         return found
     try:
-        with replacing(path) as staged:
+        with replacing(path, has_rivals=True) as staged:
             write_file(staged, widest_first(specs), values(), {_OWNER: owner})
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
@@ -132,7 +132,7 @@ def offload_weight(
     if weight.is_meta:
         raise ConfigError(f"{weight_name} is on the meta device and has no values to offload; load it first")
     plain = weight.detach().cpu().contiguous()
-    with replacing(path) as staged, staged.open("wb") as file:
+    with replacing(path, has_rivals=True) as staged, staged.open("wb") as file:
         if plain.numel():
             file.write(plain.flatten().view(torch.uint8).numpy().data)
     if index is not None:
@@ -210,7 +210,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
         return
     path = Path(offload_folder) / INDEX
     present = read_offload_index(offload_folder) if path.exists() else {}
-    write_text(path, json.dumps({**present, **index}, indent=2))
+    write_text(path, json.dumps({**present, **index}, indent=2), has_rivals=True)
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -58,7 +58,7 @@ class Tracker:
         holds_back: for how many seconds values may be on their way and die with the process, `flush` or not: a run that goes
             on after a kill is fed again what was logged in so many seconds before it.
         takes: what `log` is given: "numbers" (and texts), "objects" of any kind beside them, or all as it was "given", with
-            nested mappings, tensors and None.
+            nested mappings, tensors and None, and with no step where the script names none.
     """
 
     name: str

@@ -303,8 +303,17 @@ class RunFeed:
 
     # ---------------------------------------------------------------- what is logged
 
-    def log(self, given: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Values of one step, to the log and to every tracker; the kind of what the log cannot hold is noted once."""
+    def log(
+        self, given: Mapping[str, Any], step: int, log_kwargs: Mapping[str, Mapping[str, Any]], said: int | None
+    ) -> None:
+        """Values of one step, to the log and to every tracker; the kind of what the log cannot hold is noted once.
+
+        Args:
+            given: names to values.
+            step: of the run.
+            log_kwargs: more for trackers, by their names.
+            said: the step that the script named, which trackers get that take all as it was given.
+        """
         self._decide_which_run(step)
         flat = flatten(given)
         known = {name: to_python(value) for name, value in flat.items() if is_loggable(value)}
@@ -318,7 +327,8 @@ class RunFeed:
         for guarded in self.guarded:
             values = by_kind[guarded.takes]
             if values or not given:
-                guarded.call("log", dict(values), step=step, **log_kwargs.get(guarded.name, {}))
+                known_step = said if guarded.takes == "given" else step
+                guarded.call("log", dict(values), step=known_step, **log_kwargs.get(guarded.name, {}))
 
     def log_images(
         self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]

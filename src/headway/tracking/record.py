@@ -117,7 +117,7 @@ class RunRecorder:
         if feed is None:
             return
         if isinstance(values, Mapping):
-            feed.log(values, self._note_step(step), log_kwargs or {})
+            feed.log(values, self._note_step(step), log_kwargs or {}, step)
         else:
             log.warning_once("log() takes a mapping of names and values; %s is left out", feeding.describe(values))
 

@@ -13,7 +13,14 @@ from accelerate import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from accelerate.utils import modeling
 
 
@@ -238,7 +245,7 @@ def offloaded_with_a_hook():
     net(torch.ones(2, 8))
     hook.offload()
     hook.remove()
-    return hasattr(net, "_hf_hook")
+    return hasattr(net, "_hf_hook"), isinstance(hook.hook, CpuOffload)
 
 
 def hooked():

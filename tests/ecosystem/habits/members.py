@@ -165,6 +165,7 @@ def states_share():
     made = Accelerator(cpu=True)
     return [
         AcceleratorState().num_processes == made.num_processes,
+        PartialState().default_device.type,
         PartialState().process_index == made.process_index,
         GradientState().sync_gradients,
         PartialState._shared_state != {},

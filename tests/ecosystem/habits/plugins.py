@@ -13,7 +13,7 @@ def sharding_by_default():
     names = """
         fsdp_version sharding_strategy backward_prefetch cpu_offload state_dict_type limit_all_gathers use_orig_params
         sync_module_states forward_prefetch activation_checkpointing cpu_ram_efficient_loading transformer_cls_names_to_wrap
-        min_num_params reshard_after_forward
+        min_num_params reshard_after_forward auto_wrap_policy ignored_modules mixed_precision_policy param_init_fn
     """
     return {name: str(getattr(made, name)) for name in names.split()}
 
@@ -120,7 +120,7 @@ def deepspeed_settings():
         made = DeepSpeedPlugin(zero_stage=2)
     except Exception as error:
         return type(error).__name__
-    return made.zero_stage
+    return made.zero_stage, made.hf_ds_config.get_value("zero_optimization.stage")
 
 
 def megatron_settings():
@@ -139,6 +139,24 @@ def commands():
         compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="no", use_cpu=True, debug=False
     )
     return made.to_dict()["distributed_type"]
+
+
+def a_config_file():
+    """What `trl env` reads and `trl sft` hands on."""
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    path = os.path.abspath("of_a_launcher.yaml")
+    with open(path, "w") as file:
+        file.write(
+            "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 3\n"
+        )
+        file.write("use_cpu: true\ndebug: false\nmachine_rank: 0\nnum_machines: 1\n")
+    made = load_config_from_file(path).to_dict()
+    return (
+        [str(made[name]) for name in ("distributed_type", "mixed_precision", "num_processes", "use_cpu")],
+        isinstance(default_config_file, str), launch_command.__name__, launch_command_parser.__name__,
+    )  # fmt: skip
 
 
 def launcher_names():

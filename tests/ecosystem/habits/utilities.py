@@ -242,6 +242,7 @@ def enums():
         utils.PrecisionType.list(),
         utils.RNGType.list(),
         utils.LoggerType.list(),
+        [utils.CustomDtype[name].value for name in ("FP8", "INT4", "INT2")],
     ]
 
 
@@ -253,6 +254,10 @@ def which_are_there():
         utils.is_torch_xla_available(),
         bool(utils.is_deepspeed_available()),
         utils.is_npu_available(),
+        utils.imports.is_fp8_available(),
+        utils.is_mlu_available(),
+        utils.is_wandb_available(),
+        utils.is_xpu_available(),
     ]
 
 

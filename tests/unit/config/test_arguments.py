@@ -32,4 +32,4 @@ def test_an_object_of_another_library_is_named():
 
 def test_the_right_kind_passes():
     config = DataLoaderConfiguration(even_batches=False)
-    assert loading_settings(config, False) is config
+    assert loading_settings(config, False) == config

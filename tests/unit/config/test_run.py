@@ -1,11 +1,11 @@
 """Settings that the user's code gives."""
 
-import dataclasses
 import inspect
 
 import pytest
 
 from headway import Accelerator
+from headway.config.engines import GradScalerKwargs
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.errors import CallError, ConfigError
 
@@ -36,6 +36,30 @@ def test_the_logs_go_to_the_project_unless_told():
     assert ProjectConfiguration().with_defaults().logging_dir is None
 
 
-def test_settings_cannot_be_changed_under_way():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        DataLoaderConfiguration().even_batches = False
+def test_settings_can_be_changed_until_an_accelerator_takes_them():
+    loading, windows, scaling = DataLoaderConfiguration(), GradientAccumulationPlugin(), GradScalerKwargs()
+    loading.even_batches, windows.num_steps, scaling.enabled = False, 3, False
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=loading, gradient_accumulation_plugin=windows, kwargs_handlers=[scaling]
+    )
+    assert accelerator.gradient_accumulation_steps == 3
+    loading.even_batches = True  # a script's own object: for its next Accelerator
+    taken = accelerator.dataloader_config
+    assert (taken.even_batches, accelerator.options.scaler.enabled, GradScalerKwargs().enabled) == (False, False, True)
+    for settings in (taken, accelerator.options.scaler, accelerator.options.ddp, accelerator.project_configuration):
+        with pytest.raises(ConfigError, match="an Accelerator has taken these options; set them before it is created"):
+            settings.any = 1
+    with pytest.raises(
+        CallError, match="DataLoaderConfiguration has no field 'evn_batches'; did you mean even_batches"
+    ):
+        loading.evn_batches = False
+
+
+def test_what_was_assigned_is_checked_when_it_is_taken():
+    windows = GradientAccumulationPlugin()
+    windows.num_steps = 0
+    with pytest.raises(ConfigError, match="accumulation over 0 steps"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=windows)
+    project = ProjectConfiguration()
+    project.set_directories("runs")
+    assert Accelerator(cpu=True, project_config=project).logging_dir == "runs"

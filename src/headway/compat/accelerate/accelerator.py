@@ -17,7 +17,7 @@ from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
-from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration, fixed
+from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration
 from headway.compat.accelerate.data.batches import convert_to_fp32
 from headway.compat.accelerate.data.exchange import gather_and_cut
 from headway.compat.accelerate.data.loading import AccelerateRules
@@ -27,6 +27,7 @@ from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
+from headway.compat.accelerate.recipes import usable
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.data.loader import PreparedLoader
@@ -126,54 +127,34 @@ class AccelerateAccelerator(Accelerator):
     ) -> None:
         # By keyword, for pickle.
         self._given = {
-            "device_placement": device_placement,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu,
-            "dataloader_config": dataloader_config,
-            "rng_types": rng_types,
-            "project_config": project_config,
-            "gradient_accumulation_plugin": gradient_accumulation_plugin,
-            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
-            "kwargs_handlers": kwargs_handlers,
-        }
-        if gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = (
-                env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS") or gradient_accumulation_steps
-            )
-        mixed_precision = mixed_precision or _said("MIXED_PRECISION")
+            "device_placement": device_placement, "mixed_precision": mixed_precision, "cpu": cpu, "rng_types": rng_types,
+            "gradient_accumulation_steps": gradient_accumulation_steps, "dataloader_config": dataloader_config,
+            "project_config": project_config, "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer, "kwargs_handlers": kwargs_handlers,
+        }  # fmt: skip
+        if gradient_accumulation_plugin is None and (said := env.get_int(f"{_SAID}GRADIENT_ACCUMULATION_STEPS")):
+            gradient_accumulation_steps = said
         if fsdp_plugin is None and env.get_bool(f"{_SAID}USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         if parallelism_config is None and env.get_bool(f"{_SAID}USE_PARALLELISM_CONFIG"):
             parallelism_config = ParallelismConfig()
         self._project = ""
         self._writer = Writer(self)
-        self._asked_trackers = log_with is not None
+        kept = makers(log_with, lambda: self._project, lambda: self.logging_dir)
+        self._asked_trackers = bool(kept)
         super().__init__(
-            device_placement=device_placement,
-            mixed_precision=mixed_precision,
+            device_placement=device_placement, mixed_precision=mixed_precision or _said("MIXED_PRECISION"), cpu=cpu or None,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
-            cpu=cpu or None,
-            dataloader_config=fixed(dataloader_config),
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            rng_types=rng_types if rng_types is not None else ("generator",),
-            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
-            project_dir=project_dir,
-            project_config=fixed(project_config),
-            gradient_accumulation_plugin=_without_adjusting(fixed(gradient_accumulation_plugin)),
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=[fixed(each) for each in kwargs_handlers or ()],
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
-            loss_policy=ConstantDivision(),
+            gradient_accumulation_plugin=_without_adjusting(gradient_accumulation_plugin),
+            rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
+            log_with=kept, project_dir=project_dir, project_config=project_config, loss_policy=ConstantDivision(),
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
+            kwargs_handlers=usable(kwargs_handlers),
             # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
             preemption=None if env.get_bool(PREEMPTION) else False,
-        )
+        )  # fmt: skip
         self._remember(rng_types, log_with, kwargs_handlers)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
@@ -264,7 +245,12 @@ class AccelerateAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As Headway's; what is not prepared is left alone."""
+        """As Headway's; what is not prepared is left alone, and on CPUs `even_batches` has no effect."""
+        if even_batches is not None and self.num_processes > 1 and self.device.type == "cpu":
+            log.warning_once(
+                "join_uneven_inputs(even_batches=%s) has no effect on CPUs, as in Accelerate", even_batches
+            )
+            even_batches = None
         with super().join_uneven_inputs((), even_batches):
             yield
 
@@ -361,24 +347,29 @@ class AccelerateAccelerator(Accelerator):
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
-        return LiveDataLoaderConfiguration(self._preparation.loading, self._preparation.load_by)
+        return LiveDataLoaderConfiguration(
+            self._preparation.loading, lambda fields: self._preparation.load_by(DataLoaderConfiguration(**fields))
+        )
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._preparation.load_by(fixed(value))
+        self._preparation.load_by(value)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where the run keeps its files; its fields may be assigned, `iteration` too, which saves advance."""
         place = self._checkpoints.place
-        return LiveProjectConfiguration(replace(place.project, iteration=place.iteration), self._use_project)
+        return LiveProjectConfiguration(
+            replace(place.project, iteration=place.iteration),
+            lambda fields: self._use_project(ProjectConfiguration(**fields)),
+        )
 
     @project_configuration.setter
     def project_configuration(self, value: ProjectConfiguration) -> None:
-        self._use_project(fixed(value))
+        self._use_project(value)
 
     def _use_project(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project, self._checkpoints.place.iteration = project, project.iteration
+        self._checkpoints.place.project, self._checkpoints.place.iteration = project.taken(), project.iteration
 
     @property
     def even_batches(self) -> bool:

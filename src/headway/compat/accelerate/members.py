@@ -18,6 +18,16 @@ from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 log = get_logger(__name__)
 
 
+def _along(axis: str, doc: str) -> property:
+    """This process's coordinate on an axis of the layout."""
+
+    def read(members: "Members") -> int:
+        accelerator = members._accelerator
+        return accelerator._run.chosen.layout.coordinates(accelerator.process_index)[axis]
+
+    return property(read, doc=doc)
+
+
 class Members:
     """The members that an Accelerator has for scripts written for Accelerate; it looks here for what it does not have itself.
 
@@ -74,34 +84,17 @@ class Members:
         """Are parameters sharded, so that other axes may be added?"""
         return self.is_fsdp2
 
-    def _along(self, axis: str) -> int:
-        run = self._accelerator._run
-        return run.chosen.layout.coordinates(self._accelerator.process_index)[axis]
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This process's rank among those that share each matrix; 0 without tensor parallelism."""
-        return self._along("tp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This process's rank among those that share each sequence; 0 without context parallelism."""
-        return self._along("cp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This process's stage; 0 without a pipeline."""
-        return self._along("pp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The model replica that this process belongs to, from 0."""
-        return self._along("replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This process's rank among those that shard a replica's parameters; 0 without sharding."""
-        return self._along("shard")
+    tensor_parallel_rank = _along(
+        "tp", "This process's rank among those that share each matrix; 0 without tensor parallelism."
+    )
+    context_parallel_rank = _along(
+        "cp", "Its rank among those that share each sequence; 0 without context parallelism."
+    )
+    pipeline_parallel_rank = _along("pp", "Its stage; 0 without a pipeline.")
+    data_parallel_rank = _along("replicate", "The model replica that it belongs to, from 0.")
+    data_parallel_shard_rank = _along(
+        "shard", "Its rank among those that shard a replica's parameters; 0 without sharding."
+    )
 
     @property
     def should_save_model(self) -> bool:
@@ -168,22 +161,8 @@ class Members:
 
     # ---------------------------------------------------------------- what was prepared
 
-    @property
-    def _models(self) -> list[torch.nn.Module]:
-        return self._accelerator._preparation.models
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return list(self._accelerator._preparation.optimizers)
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return list(self._accelerator._preparation.schedulers)
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return list(self._accelerator._preparation.loaders)
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return list(self._accelerator._run_state.custom)
+    _models = property(lambda members: members._accelerator._preparation.models)
+    _optimizers = property(lambda members: list(members._accelerator._preparation.optimizers))
+    _schedulers = property(lambda members: list(members._accelerator._preparation.schedulers))
+    _dataloaders = property(lambda members: list(members._accelerator._preparation.loaders))
+    _custom_objects = property(lambda members: list(members._accelerator._run_state.custom))

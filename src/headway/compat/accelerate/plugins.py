@@ -72,6 +72,14 @@ class DeepSpeedSequenceParallelConfig:
             raise ConfigError("sp_seq_length_is_variable=False needs sp_seq_length; give the length")
 
 
+def _is_above_one(kind: str, doc: str) -> property:
+    return property(lambda config: config.sizes[kind] > 1, doc=doc)
+
+
+def _axes(doc: str, *kinds: str) -> property:
+    return property(lambda config: config._enabled(*kinds), doc=doc)
+
+
 @dataclass
 class ParallelismConfig:
     """How many processes each kind of parallelism takes; 1: none. `strategy="fsdp=4+tp=2"` says the same in a word.
@@ -164,53 +172,19 @@ class ParallelismConfig:
         """Processes that read data of their own."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Are there several replicas?"""
-        return self.sizes["dp_replicate"] > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Are parameters sharded?"""
-        return self.sizes["dp_shard"] > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Is there tensor parallelism?"""
-        return self.sizes["tp"] > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Is there context parallelism?"""
-        return self.sizes["cp"] > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Is there sequence parallelism?"""
-        return self.sizes["sp"] > 1
+    dp_replicate_enabled = _is_above_one("dp_replicate", "Are there several replicas?")
+    dp_shard_enabled = _is_above_one("dp_shard", "Are parameters sharded?")
+    tp_enabled = _is_above_one("tp", "Is there tensor parallelism?")
+    cp_enabled = _is_above_one("cp", "Is there context parallelism?")
+    sp_enabled = _is_above_one("sp", "Is there sequence parallelism?")
 
     def _enabled(self, *kinds: str) -> list[str]:
         return [kind for kind in kinds if self.sizes[kind] > 1]
 
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """The axes whose ranks read data of their own."""
-        return self._enabled("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """The axes whose ranks read the same."""
-        return self._enabled("tp", "cp", "sp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes over which parameters are sharded."""
-        return self._enabled("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """The axes over which losses are averaged."""
-        return self._enabled("dp_replicate", "dp_shard", "cp")
+    dp_dim_names = _axes("The axes whose ranks read data of their own.", "dp_replicate", "dp_shard")
+    non_dp_dim_names = _axes("The axes whose ranks read the same.", "tp", "cp", "sp")
+    dp_shard_cp_dim_names = _axes("The axes over which parameters are sharded.", "dp_shard", "cp")
+    dp_cp_dim_names = _axes("The axes over which losses are averaged.", "dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -220,7 +194,7 @@ class ParallelismConfig:
     @property
     def active_mesh_dims(self) -> list[str]:
         """All axes that there are."""
-        return self.dp_dim_names + self.non_dp_dim_names
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def _get_mesh(self) -> tuple[Any, ...]:
         names = self._enabled("dp_replicate", "dp_shard", "cp", "sp", "tp")

@@ -1,25 +1,29 @@
 """Settings of float8 engines that Headway does not drive: they can be created and inspected; the Accelerator refuses them."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from headway.compat.accelerate.changeable import KwargsHandler
+from headway.config.values import KwargsHandler
 from headway.errors import ConfigError, UnsupportedError
 
 
 class _Engine(KwargsHandler):
     """Refused when passed to an Accelerator."""
 
-    def as_headway(self) -> NoReturn:
-        """Say what to use.
 
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"{type(self).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs through "
-            "torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
-        )
+def usable(handlers: list[Any] | None) -> list[Any] | None:
+    """The `kwargs_handlers`, if Headway drives what they are for.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    for each in handlers or ():
+        if isinstance(each, _Engine):
+            raise UnsupportedError(
+                f"{type(each).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs "
+                "through torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
+            )
+    return handlers
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -76,13 +80,9 @@ class MegatronLMPlugin:
         options: the fields of Accelerate's class, by name.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
+    tp_degree = pp_degree = num_micro_batches = 1
+    gradient_clipping = 1.0
+    sequence_parallelism = recompute_activations = use_distributed_optimizer = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         first = ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping", "sequence_parallelism")

@@ -307,13 +307,11 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
         name = str(each)
         if name not in LOGGER_TYPE_TO_CLASS:
             raise ConfigError(f"log_with={each!r}; allowed: all, {', '.join(LOGGER_TYPE_TO_CLASS)}, or a tracker")
-        is_built_in = name in {kind.value for kind in LoggerType}
-        if is_built_in and not available(name):
-            log.info("log_with leaves %s out: it is not installed", name)
+        if _is_missing(each):
             continue
         if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
             raise ConfigError(f"log_with={name!r} needs a logging_dir; there is none")
-        kept = LoggerType(name) if is_built_in else each
+        kept = LoggerType(name) if name in {kind.value for kind in LoggerType} else each
         if kept not in found:
             found.append(kept)
     return found
@@ -330,7 +328,17 @@ def makers(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], 
     if log_with is None:
         return None
     several = log_with if isinstance(log_with, list | tuple | set) else [log_with]
-    return [_maker(each, project, logging_dir) for each in several]
+    return [_maker(each, project, logging_dir) for each in several if not _is_missing(each)]
+
+
+def _is_missing(each: Any) -> bool:
+    """Is it the name of a tracker whose package is not installed? Said once."""
+    name = str(each)
+    is_built_in = name in LOGGER_TYPE_TO_CLASS and name in {kind.value for kind in LoggerType}
+    is_missing = is_built_in and not isinstance(each, Tracker) and not available(name)
+    if is_missing:
+        log.warning_once("log_with leaves %s out: it is not installed", name)
+    return is_missing
 
 
 def _maker(each: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
@@ -338,8 +346,6 @@ def _maker(each: Any, project: Callable[[], str], logging_dir: Callable[[], Any]
     if isinstance(each, Tracker) or name not in LOGGER_TYPE_TO_CLASS:
         return each
     kind = LOGGER_TYPE_TO_CLASS[name]
-    if name in {known.value for known in LoggerType} and not available(name):
-        return each  # which says what to install
 
     def make(**options: Any) -> Tracker:
         places = (project(), logging_dir()) if kind.requires_logging_directory else (project(),)

@@ -419,11 +419,11 @@ class Preparation:
 
     def load_by(self, loading: DataLoaderConfiguration) -> None:
         """How loaders that are prepared from now on split, pad and move batches."""
-        self.loading = loading
+        self.loading = loading.taken()
 
     def set_evenness(self, even_batches: bool) -> None:
         """Let this and later epochs of map-style loaders complete their last round, or not."""
-        self.loading = replace(self.loading, even_batches=even_batches)
+        self.load_by(replace(self.loading, even_batches=even_batches))
         for loader in self.loaders:
             loader.even_batches = even_batches
 

@@ -21,9 +21,9 @@ def fresh_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def made(is_stateful=False, **options):
+def made(is_stateful=False, by_seed=False, **options):
     torch.manual_seed(3)
-    config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+    config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, use_seedable_sampler=by_seed)
     accelerator = AccelerateAccelerator(cpu=True, dataloader_config=config)
     return accelerator, *accelerator.prepare(
         torch.nn.Linear(1, 1), DataLoader(Numbers(19), batch_size=4, **{"shuffle": True, **options})
@@ -95,3 +95,16 @@ def test_a_stateful_loader_goes_on_by_itself(tmp_path):
     accelerator, _model, loader = made(is_stateful=True)
     accelerator.load_state(tmp_path)
     assert epoch(loader) + epoch(loader) == read[2:]
+
+
+def test_an_epoch_that_was_left_comes_again_by_seed_and_after_a_resume(tmp_path):
+    accelerator, _model, loader = made(by_seed=True)
+    first = epoch(loader)
+    second = epoch(islice(loader, 2))  # as `break` leaves it
+    accelerator.save_state(tmp_path)
+    read = epoch(loader) + epoch(loader)
+    assert read[:2] == second != first[:2]
+    assert read[BATCHES : BATCHES + 2] != second
+    accelerator, _model, loader = made(by_seed=True)
+    accelerator.load_state(tmp_path)
+    assert epoch(loader) + epoch(loader) == read

@@ -12,10 +12,20 @@ from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderGenerator
 from headway.data.sampling.order import LoadingRules
+from headway.data.sampling.position import Position
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
 from headway.training.run import AcceleratorRun
+
+
+class _WholePasses(Position):
+    """Counts passes as Accelerate does: after one that was left, by `break` say, the same epoch begins again."""
+
+    @property
+    def following(self) -> int:
+        """The epoch after this one."""
+        return self.epoch if self._left_under and self._pinned is None else super().following
 
 
 class _AcceleratesLoader(PreparedLoader):
@@ -65,7 +75,7 @@ class _AcceleratesLoader(PreparedLoader):
         """The loader that `prepare` makes of the parts of a `PreparedLoader`."""
         made = object.__new__(cls)
         PreparedLoader.__init__(made, *parts)
-        made._config = config
+        made._config, made._position = config, _WholePasses()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

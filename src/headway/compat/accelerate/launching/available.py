@@ -73,38 +73,11 @@ def _has(package: str, minimum: str | None = None, below: str | None = None) -> 
     return (minimum is None or _fulfils(version, ">=", minimum)) and (below is None or _fulfils(version, "<", below))
 
 
-_PACKAGES = {
-    "amdsmi": "amdsmi",
-    "boto3": "boto3",
-    "clearml": "clearml",
-    "comet_ml": "comet_ml",
-    "datasets": "datasets",
-    "deepspeed": "deepspeed",
-    "dvclive": "dvclive",
-    "import_timer": "import_timer",
-    "lomo": "lomo_optim",
-    "matplotlib": "matplotlib",
-    "megatron_lm": "megatron",
-    "mlflow": "mlflow",
-    "msamp": "msamp",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pynvml": "pynvml",
-    "pytest": "pytest",
-    "rich": "rich",
-    "sagemaker": "sagemaker",
-    "schedulefree": "schedulefree",
-    "swanlab": "swanlab",
-    "timm": "timm",
-    "torchdata": "torchdata",
-    "torchvision": "torchvision",
-    "tqdm": "tqdm",
-    "trackio": "trackio",
-    "transformer_engine": "transformer_engine",
-    "transformers": "transformers",
-    "triton": "triton",
-    "wandb": "wandb",
-}
+_PACKAGES = """
+    amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow msamp pandas peft pynvml pytest rich
+    sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformer_engine transformers triton wandb
+"""
+_PACKAGE_OF = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: name for name in _PACKAGES.split()}}
 
 
 def _probe(name: str, package: str) -> Callable[[], bool]:
@@ -117,7 +90,7 @@ def _probe(name: str, package: str) -> Callable[[], bool]:
 
 
 globals().update(
-    {f"is_{name}_available": _probe(f"is_{name}_available", package) for name, package in _PACKAGES.items()}
+    {f"is_{name}_available": _probe(f"is_{name}_available", package) for name, package in _PACKAGE_OF.items()}
 )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from headway.compat.accelerate.modules.module_parts import get_module_size_with_ties
 from headway.compat.accelerate.modules.sizes import compute_module_sizes
 from headway.log import get_logger
-from headway.offload.placement.budget import Device, get_max_memory
+from headway.offload.placement.budget import Device, as_device, get_max_memory
 from headway.offload.placement.device_map import clean_device_map
 from headway.offload.placement.sizes import Dtype, find_tied_parameters, get_max_layer_size
 
@@ -51,7 +51,9 @@ def infer_auto_device_map(
         [no_split_module_classes] if isinstance(no_split_module_classes, str) else list(no_split_module_classes or ())
     )
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    greedy = _Greedy(model, get_max_memory(max_memory), whole, sizes, fallback_allocation)
+    # Of balanced budgets with masks in them, which take a bit for each entry: no whole bytes.
+    fractions = {as_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)}
+    greedy = _Greedy(model, {**get_max_memory(max_memory), **fractions}, whole, sizes, fallback_allocation)
     greedy.run()
     if verbose:
         log.info("device map: %s", greedy.placed)
@@ -66,7 +68,7 @@ def _children(name: str, module: Any) -> list[Item]:
 
 class _Greedy:
     def __init__(
-        self, model: nn.Module, budgets: dict[Device, int], whole: list[str], sizes: Mapping[str, int], falls_back: bool
+        self, model: nn.Module, budgets: dict[Device, Any], whole: list[str], sizes: Mapping[str, int], falls_back: bool
     ) -> None:
         self.placed: dict[str, Device] = {}
         self._sizes, self._whole, self._falls_back = sizes, whole, falls_back
@@ -80,7 +82,7 @@ class _Greedy:
         first = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
         self._keeps_room = set(first)
         self._devices: list[Device] = [*budgets, *(() if "disk" in budgets else ("disk",))]
-        self._limits: dict[Device, int | None] = {**budgets, "disk": None}
+        self._limits: dict[Device, float | None] = {**budgets, "disk": None}
         self._used: dict[Device, int] = dict.fromkeys(self._devices, 0)
         self._measure()
 
@@ -169,7 +171,7 @@ class _Greedy:
         self._queue = [self._queue.pop(at), (name, module), *self._queue]
         return True
 
-    def _first_that_fits(self, limit: int) -> str | None:
+    def _first_that_fits(self, limit: float) -> str | None:
         search = list(self._queue)
         while search:
             name, module = search.pop(0)

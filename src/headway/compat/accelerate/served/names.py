@@ -15,6 +15,7 @@ _BY_PLACE = {
     "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig",
     "headway.config.layout_request": "TorchContextParallelConfig",
     "headway.config.launch": "DynamoBackend",
+    "headway.config.values": "KwargsHandler",
     "headway.offload.quantisation": """
         BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers load_and_quantize_model
     """,

@@ -126,7 +126,7 @@ _BY_SENTENCE = {
     ),
     _INSIDE: """
         BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32
-        EnumWithContains KwargsHandler MITA_PROFILING_AVAILABLE_PYTORCH_VERSION STR_OPERATION_TO_FUNC
+        EnumWithContains MITA_PROFILING_AVAILABLE_PYTORCH_VERSION STR_OPERATION_TO_FUNC
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING SharedDict ThreadLocalSharedDict TORCH_DISTRIBUTED_OPERATION_TYPES
         TORCH_SAFE_GLOBALS TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION chained_operation
         check_device_same check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device

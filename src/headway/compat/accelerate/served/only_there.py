@@ -4,10 +4,6 @@ Nothing here imports torch.
 """
 
 _BY_FILE = {
-    "changeable": """
-        AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
-        InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration
-    """,
     "launching.commands": """
         ClusterConfig convert_config_to_fsdp2 default_config_file default_json_config_file default_yaml_config_file launch_command
         launch_command_parser load_config_from_file main to_fsdp2_command to_fsdp2_command_parser

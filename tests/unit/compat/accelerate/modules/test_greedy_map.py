@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import modeling
 from accelerate.utils.modeling import infer_auto_device_map as theirs
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,6 +49,7 @@ class Model(nn.Module):
     dtype=st.sampled_from([None, torch.float16, torch.float64]),
     balances=st.sampled_from([None, False, True]),
 )
+@example([3], (False, True, False, False, False), (169, 20, 0), torch.float16, True)  # budgets that are no whole bytes
 def test_maps_are_the_same(widths, flags, budgets, dtype, balances):
     tied, direct, is_whole, cleans, falls_back = flags
     model = Model(widths, tied, direct)

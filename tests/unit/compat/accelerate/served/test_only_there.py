@@ -14,10 +14,11 @@ from accelerate.utils import constants as their_constants
 from accelerate.utils import dataclasses as their_settings
 
 import headway
-from headway.compat.accelerate import changeable, constants, recipes, testing, words
+from headway.compat.accelerate import constants, recipes, testing, words
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.launching import gpus
 from headway.compat.accelerate.modules import half, shared_tensors
+from headway.config.values import KwargsHandler
 from headway.errors import HeadwayError, UnsupportedError
 
 FACTS = sorted(name for name in vars(constants) if name.isupper() and not name.startswith("_"))
@@ -48,8 +49,8 @@ def test_enumerations_of_a_scripts_own():
 
 
 def test_settings_know_what_differs_from_the_defaults():
-    assert isinstance(changeable.GradScalerKwargs(), changeable.KwargsHandler)
-    ours = changeable.GradScalerKwargs(growth_factor=3.0)
+    ours = headway.GradScalerKwargs(growth_factor=3.0)
+    assert isinstance(ours, KwargsHandler)
     assert ours.to_kwargs() == theirs.GradScalerKwargs(growth_factor=3.0).to_kwargs()
     assert ours.to_dict()["growth_factor"] == 3.0
 
@@ -74,7 +75,7 @@ def test_what_cannot_run_is_refused_where_it_is_used():
     with pytest.raises(UnsupportedError, match=r"TERecipeKwargs in kwargs_handlers.*AORecipeKwargs"):
         AccelerateAccelerator(cpu=True, kwargs_handlers=[recipes.TERecipeKwargs()])
     plugin = recipes.MegatronLMPlugin(2, pp_degree=4)
-    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (2, 4, None)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (2, 4, 1)
     assert repr(plugin) == "MegatronLMPlugin(tp_degree=2, pp_degree=4)"
     with pytest.raises(HeadwayError, match="Megatron-LM"):
         AccelerateAccelerator(cpu=True, megatron_lm_plugin=plugin)
@@ -86,7 +87,7 @@ def test_autocast_and_scalers():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
     with half.get_mixed_precision_context_manager(False):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
-    with half.get_mixed_precision_context_manager(True, changeable.AutocastKwargs(enabled=False)):
+    with half.get_mixed_precision_context_manager(True, headway.AutocastKwargs(enabled=False)):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
     assert accelerator.mixed_precision == "bf16"
     with warnings.catch_warnings():
