@@ -13,7 +13,7 @@ from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.dry_run.drive import CutSequences, Pipeline
 from headway.planning.dry_run.meter import StepMeter
-from headway.planning.dry_run.trial import rehearse, rehearse_stages, run
+from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run
 from headway.planning.outcome import outcome
 from headway.planning.sources import unmasked
 from tests.distributed.ranks import run_ranks
@@ -114,8 +114,8 @@ def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, pr
         # Padding included, and everything that was sent.
         assert (share.weights - trial.buffers, share.gradients) == (trial.weights, trial.gradients)
         assert planned.exchanges == trial.volumes
-        # The same rank, rehearsed.
-        assert rehearse(make, layout, rank, loss, make_optimizer, precision) == trial
+        # The same rank, dry.
+        assert dry_run_rank(make, layout, rank, loss, make_optimizer, precision) == trial
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
     for index, (make, strategy, options, make_optimizer) in enumerate(PIPELINES[num_ranks]):
         layout = parse(strategy).resolve(num_ranks)
         given = {"step": Text(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
-        dry_run = partial(rehearse, make, layout, **given)  # by a CPU's kernels, as these ranks
-        trials = rehearse_stages(layout, lambda rank, told, dry_run=dry_run: dry_run(rank, told=told))
+        dry_run = partial(dry_run_rank, make, layout, **given)  # by a CPU's kernels, as these ranks
+        trials = dry_run_stages(layout, lambda rank, told, dry_run=dry_run: dry_run(rank, told=told))
         planned = outcome(strategy, layout, trials, 0)
         for rank, results in enumerate(real):
             trial, (weights, gradients, state) = results[index]

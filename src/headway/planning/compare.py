@@ -17,7 +17,7 @@ from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
 from headway.planning.dry_run.fake_group import PeerAnswer
 from headway.planning.dry_run.meter import MeteredCollective, Volume
-from headway.planning.dry_run.trial import StepDryRun, rehearse, rehearse_stages
+from headway.planning.dry_run.trial import StepDryRun, dry_run_rank, dry_run_stages
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, RankShare, outcome
 from headway.planning.table import tabulate
@@ -105,9 +105,9 @@ def plan(
     given = step, maker(optimizer), precision, collect_options(kwargs_handlers), machine_ranks
 
     def trial(rank: int, told: PeerAnswer | None = None) -> StepDryRun:
-        return rehearse(make, layout, rank, *given, told, _CARD)
+        return dry_run_rank(make, layout, rank, *given, told, _CARD)
 
-    return outcome(name, layout, rehearse_stages(layout, trial) if layout.pp > 1 else (trial(0),), tokens)
+    return outcome(name, layout, dry_run_stages(layout, trial) if layout.pp > 1 else (trial(0),), tokens)
 
 
 def compare(

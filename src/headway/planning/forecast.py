@@ -18,7 +18,7 @@ from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
 from headway.forecasting.tracing.tensors import MASK
-from headway.planning.dry_run.script import rehearse
+from headway.planning.dry_run.script import dry_run_script
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
@@ -135,7 +135,7 @@ def forecast_script(
     """
     began = time.perf_counter()
     target = find(device)
-    traced, batch_size = rehearse(script, arguments, target)
+    traced, batch_size = dry_run_script(script, arguments, target)
     found = of_trace(traced, target, batch_size, budget_of(target, budget), expandable_segments)
     return replace(found, seconds=time.perf_counter() - began)
 

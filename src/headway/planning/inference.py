@@ -15,7 +15,7 @@ from headway.offload.placement.budget import OFFLOAD, Device, copy_bandwidth, di
 from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
 from headway.offload.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
 from headway.offload.placement.workload import Workload, cache_and_outputs
-from headway.planning.sources import skeleton_from
+from headway.planning.sources import meta_model_from
 from headway.runtime.device import detect
 from headway.weights.files import WeightFiles, open_checkpoint
 
@@ -261,7 +261,7 @@ def tabulate(folder: Path, dtype: str | None, batch_size: int, num_tokens: int |
         batch_size: samples of a forward.
         num_tokens: of each sample; None: none is counted.
     """
-    model, stored = skeleton_from(folder), stored_weights(folder)
+    model, stored = meta_model_from(folder), stored_weights(folder)
     workload = None if num_tokens is None else Workload(batch_size, num_tokens)
     chosen = dtype or str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
     names = list(DTYPES) if chosen in DTYPES else [chosen, *DTYPES]

@@ -80,7 +80,7 @@ def find(text: str, batch: int = 1, sequence: int | None = None, task: str | Non
     return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence, task)
 
 
-def skeleton_from(folder: str | Path) -> nn.Module:
+def meta_model_from(folder: str | Path) -> nn.Module:
     """The model that a local folder's `config.json` describes, without memory; code in the folder is not run.
 
     Raises:
@@ -90,7 +90,7 @@ def skeleton_from(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
-    return skeleton_of(config_of(folder), str(folder))
+    return meta_model_of(config_of(folder), str(folder))
 
 
 def config_of(folder: str | Path) -> Any:
@@ -107,7 +107,7 @@ def config_of(folder: str | Path) -> Any:
         raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
 
 
-def skeleton_of(
+def meta_model_of(
     config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
 ) -> nn.Module:
     """The model of a transformers config, without memory.
@@ -149,7 +149,7 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
         config.architectures, kinds = None, (TASKS[task][0],)
 
     def make() -> nn.Module:
-        return unmasked(skeleton_of(config, where, kinds, include_buffers=True))
+        return unmasked(meta_model_of(config, where, kinds, include_buffers=True))
 
     model = make()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

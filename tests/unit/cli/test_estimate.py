@@ -26,7 +26,7 @@ from headway.planning.inference import (
     size_up,
     traffic,
 )
-from headway.planning.sources import skeleton_from
+from headway.planning.sources import meta_model_from
 
 SIZES = {
     "hidden_size": 64,
@@ -189,7 +189,7 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
 
 def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path):
     transformers.ViTConfig(hidden_size=64, architectures=["ViTModel"], num_attention_heads=4).save_pretrained(tmp_path)
-    model = skeleton_from(tmp_path)
+    model = meta_model_from(tmp_path)
     assert not generates(model)
     with pytest.raises(DeviceMapError, match="could not be measured"):
         size_up(model, "float32", Workload(1, 8))

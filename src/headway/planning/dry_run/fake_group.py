@@ -1,7 +1,7 @@
 """One rank of a run of any size, in this process alone: a model spread over a process group in which nothing is sent.
 
 In most layouts every rank would say what this one says. The stages of a pipeline tell each other what they hand on: each rank
-is rehearsed by itself, and hears what the others have told before. Where it needs to know what has not been told yet, its rehearsal
+has its dry run by itself, and hears what the others have told before. Where it needs to know what has not been told yet, its dry run
 is broken off, and comes again after the others.
 """
 
@@ -141,7 +141,7 @@ class AnswerNotReady(BaseException):
 
 
 class PeerAnswer:
-    """What the ranks of a pipeline have told each other in their rehearsals.
+    """What the ranks of a pipeline have told each other in their dry runs.
 
     Attributes:
         answers: by the number of the exchange, which is alike on all ranks, and the rank.
@@ -177,11 +177,11 @@ class _Answers(list[Any]):
 
 
 class FakeStageGroup(FakeCollectives):
-    """All ranks, of which one is rehearsed; the parts that it is in have groups, in which nothing is sent.
+    """All ranks, of which one has a dry run; the parts that it is in have groups, in which nothing is sent.
 
     Args:
         runtime: of the rank.
-        told: by the ranks that were rehearsed before.
+        told: by the ranks that had their dry runs before.
     """
 
     def __init__(self, runtime: ProcessRuntime, told: PeerAnswer) -> None:
@@ -203,7 +203,7 @@ class StageLink(FakeCollectives):
     Args:
         runtime: of the rank.
         group: of the part; None: all ranks.
-        told: by the ranks that were rehearsed before.
+        told: by the ranks that had their dry runs before.
     """
 
     def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, told: PeerAnswer) -> None:

@@ -213,11 +213,11 @@ class DryRunLoader:
 
     Args:
         inner: the loader.
-        rehearsal: is told of each batch.
+        dry_run: is told of each batch.
     """
 
-    def __init__(self, inner: PreparedLoader, rehearsal: ScriptDryRun) -> None:
-        self.inner, self._rehearsal = inner, rehearsal
+    def __init__(self, inner: PreparedLoader, dry_run: ScriptDryRun) -> None:
+        self.inner, self._dry_run = inner, dry_run
 
     def __iter__(self) -> Iterator[Any]:
         end = object()
@@ -228,7 +228,7 @@ class DryRunLoader:
                 batch = next(batches, end)
             if batch is end:
                 return
-            yield self._rehearsal.arrived(batch)
+            yield self._dry_run.arrived(batch)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -237,16 +237,16 @@ class DryRunLoader:
         return getattr(self.inner, name)
 
 
-def rehearsed(rehearsal: ScriptDryRun) -> type[Accelerator]:
+def watched_by(dry_run: ScriptDryRun) -> type[Accelerator]:
     """The Accelerator that the script gets instead of Headway's."""
 
     class DryRunAccelerator(Accelerator):
         def prepare(self, *objects: Any, **options: Any) -> Any:
-            rehearsal.precision = self.mixed_precision
+            dry_run.precision = self.mixed_precision
             # Where the model goes is what is forecast; here it stays where it is.
             options["device_placement"] = [not isinstance(each, nn.Module) for each in objects]
             with _disable_current_modes():
-                rehearsal.take_values(objects)
+                dry_run.take_values(objects)
                 prepared = super().prepare(*objects, **options)
             return tuple(map(wrapped, prepared)) if len(objects) > 1 else wrapped(prepared)
 
@@ -254,21 +254,21 @@ def rehearsed(rehearsal: ScriptDryRun) -> type[Accelerator]:
             return wrapped(super().prepare_data_loader(*args, **kwargs))
 
         def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            rehearsal.precision = self.mixed_precision
+            dry_run.precision = self.mixed_precision
             kwargs = {"device_placement": False, **kwargs} if not args else kwargs
             with _disable_current_modes():
-                rehearsal.take_values((model,))
+                dry_run.take_values((model,))
                 return super().prepare_model(model, *args, **kwargs)
 
         def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
-                rehearsal.take_values((optimizer,))
+                dry_run.take_values((optimizer,))
                 return super().prepare_optimizer(optimizer, *args, **kwargs)
 
         def backward(self, *args: Any, **kwargs: Any) -> Any:
-            rehearsal.backward_begins()
+            dry_run.backward_begins()
             super().backward(*args, **kwargs)
-            rehearsal.backward_ended()
+            dry_run.backward_ended()
 
         def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = super().gather_for_metrics(input_data, *args, **kwargs)
@@ -283,12 +283,12 @@ def rehearsed(rehearsal: ScriptDryRun) -> type[Accelerator]:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
     def wrapped(prepared: Any) -> Any:
-        return DryRunLoader(prepared, rehearsal) if isinstance(prepared, PreparedLoader) else prepared
+        return DryRunLoader(prepared, dry_run) if isinstance(prepared, PreparedLoader) else prepared
 
     return DryRunAccelerator
 
 
-def rehearse(script: Path, arguments: Sequence[str], device: Device) -> tuple[Trace, int]:
+def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tuple[Trace, int]:
     """Run a script up to its second update; for a process that does nothing else.
 
     Args:
@@ -305,11 +305,11 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> tuple[Tr
     """
     if not script.is_file():
         raise ConfigError(f"there is no script {script}")
-    rehearsal = ScriptDryRun(device)
+    dry_run = ScriptDryRun(device)
     # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
     pretending.begin()
     home = sys.modules[Accelerator.__module__]
-    home.__dict__["Accelerator"] = rehearsed(rehearsal)
+    home.__dict__["Accelerator"] = watched_by(dry_run)
     sys.modules["headway"].__dict__.pop("Accelerator", None)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -317,22 +317,22 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> tuple[Tr
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(str(script), run_name="__main__")
     except HeadwayError:
-        if rehearsal.num_updates < STEPS:
+        if dry_run.num_updates < STEPS:
             raise
     except SystemExit as leaving:
-        if leaving.code not in (None, 0) and rehearsal.num_updates < STEPS:
+        if leaving.code not in (None, 0) and dry_run.num_updates < STEPS:
             raise ConfigError(f"{script} ended with {leaving.code!r} before its second update") from leaving
     except BaseException as error:
-        if rehearsal.num_updates < STEPS:
-            if isinstance(error, Exception) and rehearsal.is_running:
-                raise explained(error, rehearsal.tracker.last) from error
+        if dry_run.num_updates < STEPS:
+            if isinstance(error, Exception) and dry_run.is_running:
+                raise explained(error, dry_run.tracker.last) from error
             raise
         if not isinstance(error, Exception | DryRunResult):
             raise
     finally:
-        trace = rehearsal.end()
-    if rehearsal.num_updates == 0:
+        trace = dry_run.end()
+    if dry_run.num_updates == 0:
         raise ConfigError(
             f"{script} made no update: it must prepare a model, an optimizer and a loader with an Accelerator, and step the optimizer"
         )
-    return trace, rehearsal.batch_size or 0
+    return trace, dry_run.batch_size or 0

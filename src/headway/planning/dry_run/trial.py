@@ -1,6 +1,6 @@
 """One update of one rank: a model without memory prepared, called, and stepped on fake tensors; what it held and sent.
 
-The ranks along a pipeline are rehearsed one after the other, until each has heard what it needs from the others. What all ranks
+The ranks along a pipeline have their dry runs one after the other, until each has heard what it needs from the others. What all ranks
 hold follows from how one rank's tensors were cut: arithmetic on placements.
 """
 
@@ -182,7 +182,7 @@ class StepDryRun:
     peak: int | None = field(default=None, compare=False)
 
 
-def rehearse(
+def dry_run_rank(
     make: Callable[[], nn.Module],
     layout: Layout,
     rank: int,
@@ -336,12 +336,12 @@ def _state_bytes(parameter: nn.Parameter, state: StateOf) -> int:
     return local(parameter).numel() * state.per_element + state.fixed
 
 
-def rehearse_stages(layout: Layout, rehearse: Callable[[int, PeerAnswer], StepDryRun]) -> tuple[StepDryRun, ...]:
-    """Rehearse the first replica's ranks along the pipeline, by their places.
+def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswer], StepDryRun]) -> tuple[StepDryRun, ...]:
+    """Dry runs of the first replica's ranks along the pipeline, by their places.
 
     Args:
         layout: of the run.
-        rehearse: one rank, by its number in the run.
+        dry_run_rank: one rank, by its number in the run.
 
     Raises:
         StateError: ranks wait for each other for ever.
@@ -353,9 +353,9 @@ def rehearse_stages(layout: Layout, rehearse: Callable[[int, PeerAnswer], StepDr
         for place, rank in enumerate(ranks):
             if place not in found:
                 try:
-                    found[place] = rehearse(rank, told)
+                    found[place] = dry_run_rank(rank, told)
                 except AnswerNotReady:
                     continue
         if (len(found), sum(map(len, told.answers))) == before:
-            raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their rehearsals")
+            raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their dry runs")
     return tuple(found[place] for place in range(len(ranks)))

@@ -15,7 +15,7 @@ from headway.forecasting.device.devices import find
 from headway.planning.dry_run import fake_group
 from headway.planning.dry_run.fake_group import OneOfEach, pretend
 from headway.planning.dry_run.meter import MeteredCollective, Volume
-from headway.planning.dry_run.trial import rehearse, run
+from headway.planning.dry_run.trial import dry_run_rank, run
 from headway.planning.outcome import RankShares
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss, num_parameters, tied
 
@@ -25,7 +25,7 @@ def adamw(parameters):
 
 
 def test_a_chain_of_matrices_by_hand():
-    found = rehearse(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
+    found = dry_run_rank(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
     matrix, batch = 24 * 24, 5
     assert found.weights == found.gradients == 3 * matrix * 4 // 4
     assert found.optimizer_state == 2 * found.weights + 3 * 4  # two moments, and a count of steps for each matrix
@@ -41,14 +41,14 @@ def test_a_chain_of_matrices_by_hand():
 
 
 def test_replicas_reduce_all_gradients():
-    found = rehearse(chain, parse("ddp").resolve(8), 0, chain_loss, adamw)
+    found = dry_run_rank(chain, parse("ddp").resolve(8), 0, chain_loss, adamw)
     whole = 3 * 24 * 24 * 4
     assert (found.weights, found.gradients) == (whole, whole)
     assert found.volumes == {MeteredCollective("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
 
 
 def test_hybrid_shards_send_along_both_axes():
-    found = rehearse(chain, parse("hsdp=2").resolve(8), 0, chain_loss, adamw)
+    found = dry_run_rank(chain, parse("hsdp=2").resolve(8), 0, chain_loss, adamw)
     whole = 3 * 24 * 24 * 4
     by_axis = {
         (exchange.kind, exchange.axis): (exchange.num_ranks, volume.num_bytes)
@@ -65,9 +65,9 @@ def test_hybrid_shards_send_along_both_axes():
 def test_the_short_way_of_cutting_changes_nothing(make, strategy, num_ranks, monkeypatch):
     layout = parse(strategy).resolve(num_ranks)
     ranks = 0, num_ranks // 2 - 1, num_ranks - 1
-    short = [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
+    short = [dry_run_rank(make, layout, rank, loss, adamw) for rank in ranks]
     monkeypatch.setattr(fake_group, "OneOfEach", nullcontext)
-    assert short == [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
+    assert short == [dry_run_rank(make, layout, rank, loss, adamw) for rank in ranks]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16])
@@ -85,10 +85,10 @@ def test_chunks_have_the_shapes_of_torchs(size, chunks):
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=3", "tp=2+fsdp", "ddp"])
 def test_every_ranks_share_follows_from_one_rank(strategy):
     layout = parse(strategy).resolve(6)
-    first = rehearse(llama, layout, 0, loss, adamw)
+    first = dry_run_rank(llama, layout, 0, loss, adamw)
     shares = RankShares(layout, first.pieces, first.states, [first.buffers])
     for rank in range(6):
-        own, share = rehearse(llama, layout, rank, loss, adamw), shares.of(rank)
+        own, share = dry_run_rank(llama, layout, rank, loss, adamw), shares.of(rank)
         assert (own.weights + own.buffers, own.gradients, own.optimizer_state) == (
             share.weights,
             share.gradients,
@@ -97,7 +97,7 @@ def test_every_ranks_share_follows_from_one_rank(strategy):
 
 
 def test_a_tied_parameter_is_one():
-    found = rehearse(tied, parse("fsdp").resolve(3), 0, loss, adamw)
+    found = dry_run_rank(tied, parse("fsdp").resolve(3), 0, loss, adamw)
     assert sum(torch.Size(piece.shape).numel() for piece in found.pieces) == num_parameters(tied)
     assert len(found.states) == len(found.pieces)
 
@@ -105,20 +105,20 @@ def test_a_tied_parameter_is_one():
 def test_without_values_as_with_values():
     """On one process the same update with real tensors gives the same numbers."""
     model = llama()
-    assert run(model, Layout(), loss, adamw) == rehearse(llama, Layout(), 0, loss, adamw)
+    assert run(model, Layout(), loss, adamw) == dry_run_rank(llama, Layout(), 0, loss, adamw)
 
 
 def test_checkpointed_activations_are_fewer_and_computed_twice():
     layout = parse("fsdp").resolve(2)
-    plain = rehearse(llama, layout, 0, loss, adamw)
-    fewer = rehearse(llama, layout, 0, loss, adamw, options=EngineOptions(checkpointing=ActivationCheckpointing()))
+    plain = dry_run_rank(llama, layout, 0, loss, adamw)
+    fewer = dry_run_rank(llama, layout, 0, loss, adamw, options=EngineOptions(checkpointing=ActivationCheckpointing()))
     assert fewer.activations < plain.activations / 2
     assert plain.flops["backward"] < fewer.flops["backward"] <= plain.flops["backward"] + plain.flops["forward"]
 
 
 def test_selective_checkpointing_keeps_what_it_says():
     sizes = [
-        rehearse(llama, Layout(), 0, loss, adamw, options=EngineOptions(checkpointing=plan)).activations
+        dry_run_rank(llama, Layout(), 0, loss, adamw, options=EngineOptions(checkpointing=plan)).activations
         for plan in (None, ActivationCheckpointing(policy="keep_matmul"), ActivationCheckpointing())
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -129,7 +129,9 @@ def test_selective_checkpointing_keeps_what_it_says():
 def test_another_layer_takes_its_share_and_no_more(device):
     """Whole gradients go once they are reduced, and so does what DTensors work shapes out on."""
     peaks = [
-        rehearse(partial(Chain, 256, depth), parse("fsdp").resolve(64), 0, wide_loss, adamw, device=find(device)).peak
+        dry_run_rank(
+            partial(Chain, 256, depth), parse("fsdp").resolve(64), 0, wide_loss, adamw, device=find(device)
+        ).peak
         for depth in (4, 8)
     ]
     share, kept = 256 * 256 * 4 // 64, 8 * 256 * 4
@@ -142,13 +144,13 @@ def wide_loss(model):
 
 
 def test_nothing_is_left_behind():
-    rehearse(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
+    dry_run_rank(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
     assert not dist.is_initialized()
 
 
 def test_a_process_with_a_group_is_left_alone():
     with pretend(2, 0), pytest.raises(StateError, match="has not joined a process group"):
-        rehearse(chain, parse("fsdp").resolve(4), 0, None, None)
+        dry_run_rank(chain, parse("fsdp").resolve(4), 0, None, None)
 
 
 def test_a_step_that_reads_values_is_refused():
@@ -156,12 +158,12 @@ def test_a_step_that_reads_values_is_refused():
         return model(torch.zeros(5, 24)).sum() * (1 if model(torch.zeros(5, 24)).sum().item() > 0 else 2)
 
     with pytest.raises(UnsupportedError, match="without values"):
-        rehearse(chain, parse("fsdp").resolve(4), 0, reading, adamw)
+        dry_run_rank(chain, parse("fsdp").resolve(4), 0, reading, adamw)
 
 
 def test_a_step_without_a_loss_is_refused():
     with pytest.raises(UnsupportedError, match="must return the loss"):
-        rehearse(chain, parse("fsdp").resolve(4), 0, lambda model: model(torch.zeros(5, 24)), adamw)
+        dry_run_rank(chain, parse("fsdp").resolve(4), 0, lambda model: model(torch.zeros(5, 24)), adamw)
 
 
 def test_a_model_that_cannot_be_sharded_is_refused():
@@ -171,5 +173,5 @@ def test_a_model_that_cannot_be_sharded_is_refused():
             self.scale = torch.nn.Parameter(torch.ones(()))
 
     with pytest.raises(PrepareError, match="scale"):
-        rehearse(Scalar, parse("fsdp").resolve(4), 0, None, None)
+        dry_run_rank(Scalar, parse("fsdp").resolve(4), 0, None, None)
     assert not dist.is_initialized()
