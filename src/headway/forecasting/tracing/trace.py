@@ -86,6 +86,9 @@ _OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2}
 """FSDP's operations, and the stream on which it asks for what they fill."""
 _FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
 """A function of torch's DTensor, and how many frames above an operation it may lie."""
+_WRAPPERS = ("_fn", "inner")
+"""Functions of torch's around a mode's dispatch."""
+_ADD = torch.ops.aten.add.Tensor
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
@@ -104,6 +107,23 @@ def _refuse_compiled() -> None:
 def _is_for_a_shape() -> bool:
     """Is the operation run for its result's shape alone? DTensors do so on whole tensors before they compute on parts."""
     return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
+
+
+def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
+    """Has autograd itself added up what two users of a tensor sent back, where plain tensors are added in place?
+
+    The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, but not with a
+    subclass of tensors such as a fake one, for which it asks for a third.
+    """
+    first = args[0]
+    caller = next(frame.f_code.co_name for frame in islice(stack(), 2, None) if frame.f_code.co_name not in _WRAPPERS)
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()
+        and isinstance(first, torch.Tensor)
+        and (first.shape, first.dtype) == (result.shape, result.dtype)
+        and caller == "_engine_run_backward"  # not a function of the user's, run by the engine
+    )
 
 
 def _in_order(events: list[MemoryEvent]) -> list[MemoryEvent]:
@@ -168,6 +188,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._gathered = GatheredStorages(self._sized)
         self._has_parts = False
         self._counting = counting
+        self._sum = (0, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -200,6 +221,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         self._results(result, name, args)
+        if func is _ADD and _is_sum_of_gradients(args, result):
+            known = self._live.get(args[0].untyped_storage()._cdata)
+            self._sum = (0 if known is None else known[1], result.untyped_storage()._cdata)
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
@@ -278,11 +302,26 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             found = self._live.get(address)
             if found is not None and found[0] is reference:
                 del self._live[address]
-                if found[2]:
+                if found[2] and not self._is_summed_in_place(found[1], found[2]):
                     self.events.append(MemoryEvent(found[1], -found[2], what))
 
         self._live[address] = weakref.ref(storage, gone), key, size
         return key
+
+    def _is_summed_in_place(self, key: int, size: int) -> bool:
+        """Was this a gradient that nothing held but a sum of two? The sum then lies where it lay, and asked for nothing."""
+        known = self._live.get(self._sum[1])
+        if self._sum[0] != key or known is None or known[2] != size:
+            return False
+        for index in range(len(self.events) - 1, self._begin - 1, -1):
+            if self.events[index].num_bytes > 0:  # of what was asked for since, the sum must be the last
+                if self.events[index].key != known[1]:
+                    return False
+                del self.events[index]
+                self._next_key -= 1
+                self._live[self._sum[1]] = known[0], key, size
+                return True
+        return False
 
     def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
         """An optimizer's count of steps lies in host memory, unless it is fused: one number, made of no other tensor."""

@@ -57,6 +57,48 @@ def test_the_peak_on_a_cpu_is_the_profilers(name):
     assert forecast == pytest.approx(peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
 
 
+class Twice(nn.Module):
+    """Its large tensor has several users, whose gradients autograd adds up in place."""
+
+    def __init__(self, ways):
+        super().__init__()
+        self.first, self.ways = nn.Linear(8, 4096), ways
+
+    def forward(self, x):
+        wide = self.first(x)
+        return sum(way(wide).sum() for way in self.ways)
+
+
+class Adds(torch.autograd.Function):
+    """A user's own backward, whose sum is a third tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return (grad * kept) + (grad * 2)
+
+
+def part(x):
+    return x[:, :1]
+
+
+@pytest.mark.parametrize(
+    "ways", [(part, part), (part, part, part), (part, torch.tanh), (Adds.apply, part), (Adds.apply,)]
+)
+def test_gradients_of_several_users_are_summed_where_the_first_lies(ways):
+    def make():
+        return Twice(ways)
+
+    recipe = StepRecipe(None, total)
+    forecast = plain_peak(trace(make, lambda: torch.zeros(512, 8), recipe, CPU).events)
+    assert forecast == pytest.approx(peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
+
+
 def test_nothing_stays_but_the_model_and_the_optimizer():
     found = traced()
     rest = split_at(found.events, len(found.events) - 1)
