@@ -17,6 +17,6 @@ BY_NAME = {str(setting): setting for setting in SETTINGS}
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_peak_is_that_of_real_ranks(model, setting):
-    said, least, most = compare(model, BY_NAME[setting], runs=1)
+    said, least, most = compare(model, BY_NAME[setting], runs=3)  # under load a rank may hold more for a while
     assert said == pytest.approx(least, rel=0.03)
     assert said <= most * 1.03

@@ -112,8 +112,8 @@ def _is_for_a_shape() -> bool:
 def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
     """Has autograd itself added up what two users of a tensor sent back, where plain tensors are added in place?
 
-    The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, but not with a
-    subclass of tensors such as a fake one, for which it asks for a third.
+    The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, as a view's base
+    does, but not with a subclass of tensors such as a fake one, for which it asks for a third.
     """
     first = args[0]
     caller = next(frame.f_code.co_name for frame in islice(stack(), 2, None) if frame.f_code.co_name not in _WRAPPERS)
@@ -121,6 +121,7 @@ def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
         torch._C._current_graph_task_id() != -1
         and not torch.is_grad_enabled()
         and isinstance(first, torch.Tensor)
+        and not first._is_view()
         and (first.shape, first.dtype) == (result.shape, result.dtype)
         and caller == "_engine_run_backward"  # not a function of the user's, run by the engine
     )

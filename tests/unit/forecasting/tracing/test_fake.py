@@ -99,6 +99,27 @@ def test_gradients_of_several_users_are_summed_where_the_first_lies(ways):
     assert forecast == pytest.approx(peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
 
 
+class Tied(nn.Module):
+    """A weight's two gradients: one is a view, whose base holds its memory, so that their sum is a third tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20000, 64), nn.Linear(64, 20000)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def test_gradients_of_a_tied_weight_are_not_summed_in_place():
+    recipe = StepRecipe(None, total)
+
+    def batch():
+        return torch.zeros(2, 4, dtype=torch.long)
+
+    assert plain_peak(trace(Tied, batch, recipe, CPU).events) == pytest.approx(peak(Tied(), recipe, batch), rel=0.005)
+
+
 def test_nothing_stays_but_the_model_and_the_optimizer():
     found = traced()
     rest = split_at(found.events, len(found.events) - 1)
