@@ -207,8 +207,6 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._operations[name] += 1
         self._count_unsure(name, args)
         asked = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
-        if self._device.cublas and name.removeprefix("aten::") in MATMUL:
-            self._workspace()
         result = at_most(func, args)
         if result is None:
             told = without_masks(func, args)
@@ -222,6 +220,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         self._results(result, name, args)
+        if self._device.cublas and name.removeprefix("aten::") in MATMUL:
+            self._workspace()
         if func is _ADD and _is_sum_of_gradients(args, result):
             known = self._live.get(args[0].untyped_storage()._cdata)
             self._sum = (0 if known is None else known[1], result.untyped_storage()._cdata)
@@ -233,6 +233,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
 
     def _results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
         behind = OVERSIZED[name](args) if name in OVERSIZED else ()
+        if name == "aten::native_dropout":
+            result = result[::-1]  # its kernel on CUDA asks for the mask first
         for index, leaf in enumerate(result if isinstance(result, tuple | list) else (result,)):
             for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
                 if isinstance(each, torch.Tensor):
