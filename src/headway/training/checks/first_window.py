@@ -172,7 +172,8 @@ def refuse_loss(loss: Any) -> NoReturn:
         )
     if loss.numel() != 1:
         raise LossError(
-            f"backward() got a loss of shape {tuple(loss.shape)}; give loss.mean(), or loss.sum() with weight= and reduction='sum'"
+            f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
+            "weight= and reduction='sum'"
         )
     raise LossError(
         "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
