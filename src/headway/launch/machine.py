@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from headway.common.optional import available
 from headway.common.text import format_bytes
 
 _GROUP = "[torch.backends]"
@@ -220,22 +222,44 @@ def _accelerators(root: Path) -> tuple[str | None, int]:
 
 
 def _nvidia(root: Path) -> int:
-    """NVIDIA devices that CUDA enumerates: by nvidia-smi, else the device files."""
-    if root != Path("/"):
-        return _nvidia_files(root)
-    import subprocess
+    """NVIDIA devices that CUDA enumerates: by NVML, else nvidia-smi, else the device files."""
+    if root == Path("/"):
+        if available("pynvml"):
+            counted = _nvml()
+            if counted is not None:
+                return counted
+        import subprocess
 
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return _nvidia_files(root)
-    if re.search(r"^\s+MIG ", listed, re.MULTILINE):
-        return 1  # CUDA shows a process one MIG instance, unless it is told which
-    return len(re.findall(r"^GPU \d+", listed, re.MULTILINE))
+        try:
+            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+            is_cut = re.search(r"^\s+MIG ", listed, re.MULTILINE) is not None
+            return 1 if is_cut else len(re.findall(r"^GPU \d+", listed, re.MULTILINE))
+        except (OSError, subprocess.SubprocessError):
+            return _nvidia_files(root)
+    return _nvidia_files(root)
 
 
 def _nvidia_files(root: Path) -> int:
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in (root / "dev").glob("nvidia*"))
+
+
+def _nvml() -> int | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        is_cut = any(_has_mig(pynvml, handle) for handle in handles)
+        return 1 if is_cut else len(handles)  # CUDA shows a process one MIG instance, unless it is told which
+    except pynvml.NVMLError:
+        return None
+
+
+def _has_mig(nvml: Any, handle: Any) -> bool:
+    try:
+        return int(nvml.nvmlDeviceGetMigMode(handle)[0]) == 1
+    except nvml.NVMLError:
+        return False
 
 
 def _torch_flavour() -> str:
