@@ -78,8 +78,10 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
 def _show_progress() -> None:
     """A line for each step that is traced, beside what is printed."""
     logger = logging.getLogger("headway.forecasting")
+    handler = logging.StreamHandler()
     logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler())
+    logger.addHandler(handler)
+    click.get_current_context().call_on_close(lambda: logger.removeHandler(handler))
 
 
 def _echo_forecast(model: str, given: dict[str, Any]) -> None:

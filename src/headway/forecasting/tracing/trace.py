@@ -189,7 +189,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._gathered = GatheredStorages(self._sized)
         self._has_parts = False
         self._counting = counting
-        self._sum = (0, 0)
+        self._sum = (0, 0, 0)  # keys of the first term and of the total, and where the total lies
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -223,8 +223,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         if func is _ADD and _is_sum_of_gradients(args, result):
-            known = self._live.get(args[0].untyped_storage()._cdata)
-            self._sum = (0 if known is None else known[1], result.untyped_storage()._cdata)
+            first, total = (each.untyped_storage()._cdata for each in (args[0], result))
+            if first in self._live and total in self._live:
+                self._sum = self._live[first][1], self._live[total][1], total
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
@@ -313,16 +314,17 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
 
     def _is_summed_in_place(self, key: int, size: int) -> bool:
         """Was this a gradient that nothing held but a sum of two? The sum then lies where it lay, and asked for nothing."""
-        known = self._live.get(self._sum[1])
-        if self._sum[0] != key or known is None or known[2] != size:
+        first, total, address = self._sum
+        known = self._live.get(address)
+        if first != key or known is None or known[1:] != (total, size):
             return False
         for index in range(len(self.events) - 1, self._begin - 1, -1):
             if self.events[index].num_bytes > 0:  # of what was asked for since, the sum must be the last
-                if self.events[index].key != known[1]:
+                if self.events[index].key != total:
                     return False
                 del self.events[index]
                 self._next_key -= 1
-                self._live[self._sum[1]] = known[0], key, size
+                self._live[address] = known[0], key, size
                 return True
         return False
 

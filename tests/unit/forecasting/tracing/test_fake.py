@@ -99,6 +99,14 @@ def test_gradients_of_several_users_are_summed_where_the_first_lies(ways):
     assert forecast == pytest.approx(peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
 
 
+def test_sums_of_gradients_that_are_empty_take_nothing():
+    def empty(x):
+        return x[:, :0] + x[:, :0].tanh()
+
+    found = trace(lambda: Net(lambda x: x + empty(x).sum()), lambda: torch.zeros(4, 512), StepRecipe(None, total), CPU)
+    assert plain_peak(found.events) > 0
+
+
 class Tied(nn.Module):
     """A weight's two gradients: one is a view, whose base holds its memory, so that their sum is a third tensor."""
 

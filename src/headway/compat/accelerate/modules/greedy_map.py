@@ -15,7 +15,7 @@ from headway.compat.accelerate.modules.sizes import compute_module_sizes
 from headway.log import get_logger
 from headway.offload.placement.budget import Device, as_device, get_max_memory
 from headway.offload.placement.device_map import clean_device_map
-from headway.offload.placement.sizes import Dtype, find_tied_parameters, get_max_layer_size
+from headway.offload.placement.sizes import Dtype, class_names, find_tied_parameters, get_max_layer_size
 
 log = get_logger(__name__)
 
@@ -47,9 +47,7 @@ def infer_auto_device_map(
         offload_buffers: accepted: buffers change no map.
         fallback_allocation: on a device that nothing was put on, put the first module that fits, wherever it stands.
     """
-    whole = (
-        [no_split_module_classes] if isinstance(no_split_module_classes, str) else list(no_split_module_classes or ())
-    )
+    whole = list(class_names(no_split_module_classes))
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     # Of balanced budgets with masks in them, which take a bit for each entry: no whole bytes.
     fractions = {as_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)}
