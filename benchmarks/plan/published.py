@@ -1,9 +1,14 @@
-"""A published training beside its plan and forecast: Llama 3.1 8B on eight H100 by torchtitan (its table of December 2024).
+"""Published trainings beside their plans and a forecast: Llama 3.1 on H100s by torchtitan (December 2024 and June 2025).
 
-`python -m benchmarks.plan.published`. FSDP, two sequences of 8,192 tokens a GPU, selective checkpointing of every second matrix
-product, without compiling: 5,762 tokens a second and GPU, 82.4 GiB reserved. The model is transformers' Llama of the same sizes.
+`python -m benchmarks.plan.published` (three minutes of one CPU). Sequences of 8,192 tokens unless a row says more. The models are
+transformers' Llama of the same sizes. Rates are the defaults of a plan: 400 TFLOP/s, 300 GB/s within a machine and 40 GB/s a card
+between machines. A plan knows neither the compiler nor float8, which rows marked so were run with; their batch sizes and policies of
+activation checkpointing are those of torchtitan's tables where these say them, else marked by "?".
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,29 +16,30 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import headway
-from headway import ActivationCheckpointing, ShardingOptions
+from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
 from headway.forecasting.tracing.tensors import unmasked
 from headway.planning.costs import ClusterRates, cost
 
-TOKENS_PER_SECOND, RESERVED = 5762, 82.4
+RESERVED = 82.4
 GIB = 1 << 30
 _KEPT = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default for name in ("flash", "efficient", "cudnn")
 )
+_SIZES = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
 
 
-def model() -> nn.Module:
-    """Llama 3.1 8B."""
+def model(size: str, length: int) -> nn.Module:
+    """Llama 3.1."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
-    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)))
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes: dict[str, Any] = dict(zip(names, _SIZES[size])) | {"num_key_value_heads": 8, "vocab_size": 128256}
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)))
 
 
-def batch(size: int) -> dict[str, torch.Tensor]:
+def batch(length: int, size: int) -> dict[str, torch.Tensor]:
     """Tokens, with themselves as labels."""
-    tokens = torch.zeros(size, 8192, dtype=torch.long)
+    tokens = torch.zeros(size, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -53,27 +59,88 @@ class EverySecondProduct:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def selective() -> ActivationCheckpointing:
+    """torchtitan's selective activation checkpointing."""
+    return ActivationCheckpointing(policy=EverySecondProduct())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published training.
+
+    Attributes:
+        size: of the model.
+        strategy: the layout.
+        ranks: of it.
+        batch: samples of a data shard.
+        length: tokens of a sample.
+        checkpointing: of activations.
+        speed: published tokens a second and GPU.
+        note: how it was run beside that.
+    """
+
+    size: str
+    strategy: str
+    ranks: int
+    batch: int
+    length: int
+    checkpointing: Callable[[], ActivationCheckpointing]
+    speed: float
+    note: str = ""
+
+    def options(self) -> list[Any]:
+        """The Accelerator's handlers."""
+        found = [ShardingOptions(param_dtype="bf16", reduce_dtype="float32"), self.checkpointing()]
+        if "tp" in self.strategy:
+            found.append(TensorParallelOptions(sequence_parallel=True, loss_parallel=True))
+        return found
+
+
+ROWS = (
+    Row("8B", "fsdp", 8, 2, 8192, selective, 5762),
+    Row("8B", "fsdp", 128, 2, 8192, selective, 5605),
+    Row("70B", "fsdp+tp=8", 256, 16, 8192, ActivationCheckpointing, 597.3, "compiled; batch and checkpointing ?"),
+    Row("8B", "fsdp", 8, 1, 32768, ActivationCheckpointing, 3890, "compiled, float8; batch and checkpointing ?"),
+    Row("8B", "fsdp+cp=2", 8, 1, 65536, ActivationCheckpointing, 2540, "compiled, float8; batch and checkpointing ?"),
+    Row("8B", "fsdp+cp=4", 8, 1, 131072, ActivationCheckpointing, 1071, "compiled, float8; batch and checkpointing ?"),
+    Row("8B", "cp", 8, 1, 262144, ActivationCheckpointing, 548, "compiled, float8; batch and checkpointing ?"),
+)
+
+
 def main() -> None:
-    """Print the row."""
-    options = [
-        ShardingOptions(param_dtype="bf16", reduce_dtype="float32"),
-        ActivationCheckpointing(policy=EverySecondProduct()),
-    ]
+    """Print the rows."""
+    first = ROWS[0]
     found = headway.forecast(
-        model, batch, batch_size=2, device="h100", strategy="fsdp", ranks=8, largest=False, loop="loss_function",
-        kwargs_handlers=options,
+        partial(model, first.size, first.length), partial(batch, first.length), batch_size=first.batch, device="h100",
+        strategy=first.strategy, ranks=first.ranks, largest=False, loop="loss_function", kwargs_handlers=first.options(),
     )  # fmt: skip
-    planned = headway.plan(
-        model, "fsdp", 8, step=lambda made: made(**batch(2)).loss, tokens=2 * 8192, kwargs_handlers=options
-    )
-    spent = cost(planned, ClusterRates())
-    assert spent is not None
-    speed = spent.tokens_per_second / 8
-    print(f"reserved: {found.reserved / GIB:.1f} GiB, published {RESERVED}: {found.reserved / GIB / RESERVED - 1:+.1%}")
     print(
-        f"tokens a second and GPU at 400 TFLOP/s: {speed:,.0f}, published {TOKENS_PER_SECOND:,}: {speed / TOKENS_PER_SECOND - 1:+.1%}"
+        f"8B on 8, reserved: {found.reserved / GIB:.1f} GiB, published {RESERVED}: {found.reserved / GIB / RESERVED - 1:+.1%}; "
+        f"allocated {found.allocated / GIB:.1f} GiB\n"
     )
-    print(f"tensors at the peak: {found.allocated / GIB:.1f} GiB; by the plan {planned.peak / GIB:.1f} GiB")
+    print(
+        "| model | layout | GPUs | batch x tokens | planned tokens/s a GPU | published | | how it was run | planned peak, GiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in ROWS:
+
+        def step(made: nn.Module, row: Row = row) -> torch.Tensor:
+            loss: torch.Tensor = made(**batch(row.length, row.batch)).loss
+            return loss
+
+        planned = headway.plan(
+            partial(model, row.size, row.length), row.strategy, row.ranks, step=step, tokens=row.batch * row.length,
+            kwargs_handlers=row.options(),
+        )  # fmt: skip
+        spent = cost(planned, ClusterRates())
+        assert spent is not None
+        assert planned.peak is not None
+        speed = spent.tokens_per_second / row.ranks
+        print(
+            f"| {row.size} | `{row.strategy}` | {row.ranks} | {row.batch} x {row.length:,} | {speed:,.0f} | {row.speed:,} | "
+            f"{speed / row.speed - 1:+.0%} | {row.note} | {planned.peak / GIB:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

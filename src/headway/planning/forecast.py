@@ -1,5 +1,6 @@
 """`headway.forecast`: what a training step will take on a card, and the largest batch that fits, from one that is not there."""
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +18,13 @@ from headway.forecasting.device.devices import Device, budget_of, find
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
-from headway.forecasting.tracing.tensors import MASK
+from headway.forecasting.tracing.tensors import MASK, POSITIONS
 from headway.planning.dry_run.script import dry_run_script
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.sources import unmasked
 
-_PACKED = "position_ids"
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
 
@@ -103,7 +103,7 @@ def forecast(
         )
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
-    example = batch_fn(1, *next(recipe.asked()))
+    example = _first(batch_fn, (1, *next(recipe.asked())))
     step = StepForecaster(
         partial(made, model_fn, example), batch_fn, recipe, target, prepare, expandable_segments, place
     )
@@ -146,7 +146,7 @@ def made(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
     # A mask in the batch is looked into by transformers, which takes another way if nothing is masked.
-    return unmasked(model) if hasattr(model, "set_attn_implementation") and not _holds(batch, _PACKED) else model
+    return unmasked(model) if hasattr(model, "set_attn_implementation") and not _holds(batch, POSITIONS) else model
 
 
 def preparation(
@@ -176,6 +176,19 @@ def _place(
     return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
 
 
+def _first(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
+    try:
+        signature = inspect.signature(batch_fn)
+    except ValueError:  # written in C, it need not tell its arguments
+        return batch_fn(*asked)
+    try:
+        signature.bind(*asked)
+    except TypeError as error:
+        wanted = "(batch_size, length), because lengths= is given" if len(asked) > 1 else "(batch_size)"
+        raise ConfigError(f"batch_fn{signature} cannot be called as batch_fn{wanted}: {error}") from error
+    return batch_fn(*asked)
+
+
 def _holds(batch: Any, name: str) -> bool:
     return isinstance(batch, dict) and name in batch
 
@@ -186,7 +199,7 @@ def _of_batch(batch: Any) -> tuple[str, ...]:
             "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
             "which a run leaves out if no token is padding",
         )
-    if _holds(batch, _PACKED):
+    if _holds(batch, POSITIONS):
         return (
             "the batch has position_ids, which are taken to be those of packed sequences: transformers then builds a mask, which a "
             "run leaves out if each row is one sequence; leave position_ids out to forecast that",

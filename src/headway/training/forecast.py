@@ -99,7 +99,7 @@ def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
     recipe, caveats = _recipe(question, setting)
     is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
     step = StepForecaster(
-        partial(_twin, question, setting, rows.is_padded),
+        partial(_twin, question, setting, rows),
         partial(_batch, question, rows),
         recipe,
         target,
@@ -197,19 +197,13 @@ def _optimizer(
     return twin_of_optimizer(optimizer, [each for each in model.parameters() if each.requires_grad], copies)
 
 
-def _twin(question: ForecastRequest, setting: TrainingSetup, is_padded: bool | None) -> nn.Module:
-    """A copy of the model as prepare() makes it.
-
-    Args:
-        question: what is to be forecast.
-        setting: the Accelerator's.
-        is_padded: the batch's attention_mask masks something; None: there is none.
-    """
+def _twin(question: ForecastRequest, setting: TrainingSetup, rows: BatchResizer) -> nn.Module:
+    """A copy of the model as prepare() makes it."""
     made = twin_of(question.model)
     setting.recompute(question.model, made)
-    if not is_padded and hasattr(made, "set_attn_implementation"):
+    if not rows.is_padded and not rows.is_packed and hasattr(made, "set_attn_implementation"):
         made = unmasked(made)
-        if is_padded is False:
+        if rows.is_padded is False:
             drop_masks(made)
     return made if question.forward is None else _Called(made, question.forward)
 

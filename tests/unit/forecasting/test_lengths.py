@@ -107,3 +107,12 @@ def test_a_loop_of_ones_own_gets_all_of_them():
 def test_what_cannot_be(given, said):
     with pytest.raises(ConfigError, match=said):
         forecast(**given)
+
+
+@pytest.mark.parametrize(("batch_fn", "given", "wanted"), [
+    (lambda size: batch(size), {"lengths": LENGTHS}, r"\(batch_size, length\), because lengths= is given"),
+    (lambda size, length: batch(size, length), {}, r"\(batch_size\): missing a required argument: 'length'"),
+])  # fmt: skip
+def test_a_batch_fn_with_other_arguments_is_told(batch_fn, given, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        headway.forecast(Net, batch_fn, loss=loss, largest=False, **given)

@@ -98,8 +98,8 @@ def test_it_is_what_a_run_takes(accelerator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_padding", [False, True])
-def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, has_padding):
+@pytest.mark.parametrize("what", ["nothing", "padding", "packed", "positions"])
+def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, what):
     import transformers
 
     config = transformers.LlamaConfig(
@@ -109,12 +109,15 @@ def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, has_padding):
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.ones(8, 128, dtype=torch.long)
     mask = torch.ones_like(tokens)
-    mask[:, 100:] = 0 if has_padding else 1
+    mask[:, 100:] = 0 if what == "padding" else 1
     given = transformers.BatchEncoding({"input_ids": tokens, "labels": tokens, "attention_mask": mask})
+    if what in ("packed", "positions"):
+        places = torch.arange(128) if what == "positions" else torch.cat([torch.arange(50), torch.arange(78)])
+        given = {"input_ids": tokens, "labels": tokens, "position_ids": places.expand(8, 128).contiguous()}
     found = accelerator.forecast(model, given, optimizer=torch.optim.AdamW)
     taken = peak(model, StepRecipe(torch.optim.AdamW), lambda: {name: tensor.clone() for name, tensor in given.items()})
     assert found.allocated == pytest.approx(taken, rel=2e-3)
-    assert any("masks something" in caveat for caveat in found.caveats) == has_padding
+    assert any("masks something" in caveat for caveat in found.caveats) == (what == "padding")
 
 
 @pytest.mark.slow

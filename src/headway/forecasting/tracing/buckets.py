@@ -6,6 +6,7 @@ them from then on where they are views of their bucket.
 """
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from headway.config.engines import DistributedDataParallelKwargs
 from headway.forecasting.tracing.step import StepEngine
 
 _MIB = 1 << 20
+_BROADCAST, _IN_FLIGHT = 250 * _MIB, 2
+"""DDP sends the first rank's parameters and buffers in copies of about so many bytes, so many at a time."""
 
 
 class BucketedReplica(StepEngine):
@@ -30,6 +33,8 @@ class BucketedReplica(StepEngine):
         as_views: `gradient_as_bucket_view`.
         is_fixed: buckets stay as they are cut at first, as with `find_unused_parameters`.
     """
+
+    steps = 3  # the second update begins with one bucket and ends with many
 
     def __init__(self, model: nn.Module, cap: int, as_views: bool = False, is_fixed: bool = False) -> None:
         super().__init__(model)
@@ -43,8 +48,9 @@ class BucketedReplica(StepEngine):
             parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))  # type: ignore[no-untyped-call]
 
     def own(self) -> list[torch.Tensor]:
-        """The buckets."""
+        """The buckets, which come after the parameters have been broadcast."""
         if not self._buckets:
+            self._broadcast()
             self._cut(range(len(self._parameters))[::-1], self._cap if self._is_fixed else sys.maxsize)
         return self._buckets
 
@@ -71,13 +77,18 @@ class BucketedReplica(StepEngine):
         if self._as_views:
             self._parameters[index].grad = self._places[index]
 
-    def _cut(self, order: Iterable[int], cap: int) -> None:
-        from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+    def _broadcast(self) -> None:
+        states = [each.detach() for each in (*self.model.parameters(), *self.model.buffers())]
+        flying: deque[torch.Tensor] = deque()
+        for group in _grouped(states, _BROADCAST):
+            if len(flying) == _IN_FLIGHT:
+                flying.popleft()
+            members = [states[place] for place in group]
+            flying.append(torch.empty(sum(each.numel() for each in members), dtype=members[0].dtype))
 
+    def _cut(self, order: Iterable[int], cap: int) -> None:
         wanted = list(order)
-        tensors = [self._parameters[index].detach() for index in wanted]
-        groups, _ = _compute_bucket_assignment_by_size(tensors, [cap])
-        for group in groups:
+        for group in _grouped([self._parameters[index].detach() for index in wanted], cap):
             members = [self._parameters[wanted[place]] for place in group]
             sizes = [parameter.numel() for parameter in members]
             self._buckets.append(torch.empty(sum(sizes), dtype=members[0].dtype))
@@ -85,6 +96,13 @@ class BucketedReplica(StepEngine):
                 flat = self._buckets[-1][begin : begin + parameter.numel()]
                 if self._as_views:
                     self._places[wanted[place]] = flat.view(parameter.shape)
+
+
+def _grouped(tensors: list[torch.Tensor], cap: int) -> list[list[int]]:
+    from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+    groups: list[list[int]] = _compute_bucket_assignment_by_size(tensors, [cap])[0]
+    return groups
 
 
 def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.errors import ConfigError, DataError, HeadwayError, UnsupportedError
-from headway.forecasting.tracing.tensors import MASK, without_values
+from headway.forecasting.tracing.tensors import MASK, POSITIONS, without_values
 from headway.runtime.collectives.tree import Tree, find_batch_size, map_tensors, tensors
 
 _META = torch.device("meta")
@@ -151,6 +151,7 @@ class BatchResizer:
     Attributes:
         num_rows: of the batch.
         is_padded: its attention_mask masks something; None: there is none.
+        is_packed: its position_ids start anew within a row, as those of packed sequences do.
         caveats: what is assumed.
 
     Raises:
@@ -166,6 +167,7 @@ class BatchResizer:
         self.num_rows = num_rows
         self._batch = dict(batch) if isinstance(batch, Mapping) else batch
         self.is_padded = _is_padded(self._batch)
+        self.is_packed = _is_packed(self._batch)
         others = [list(each.shape) for each in tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
         found: list[str] = []
         if others:
@@ -187,5 +189,15 @@ class BatchResizer:
 
 
 def _is_padded(batch: Tree) -> bool | None:
-    mask = batch.get(MASK) if isinstance(batch, dict) else None
-    return not bool(mask.all()) if isinstance(mask, torch.Tensor) and not mask.is_meta else None
+    mask = _values(batch, MASK)
+    return None if mask is None else not bool(mask.all())
+
+
+def _is_packed(batch: Tree) -> bool:
+    places = _values(batch, POSITIONS)
+    return places is not None and bool((places.diff() != 1).any())
+
+
+def _values(batch: Tree, name: str) -> torch.Tensor | None:
+    found = batch.get(name) if isinstance(batch, dict) else None
+    return found if isinstance(found, torch.Tensor) and not found.is_meta else None

@@ -76,20 +76,19 @@ class StepRecipe:
                 f"loop={self.loop!r}; allowed: {', '.join(LOOPS)}, or a function (model, batches, optimizer)"
             )
         check_count(accumulation=self.accumulation)
-        if self.lengths and (len(self.lengths) % self.accumulation or self.updates < STEPS or min(self.lengths) < 1):
+        if self.lengths and (len(self.lengths) % self.accumulation or self.updates() < STEPS or min(self.lengths) < 1):
             raise ConfigError(
                 f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole "
                 f"updates of {self.accumulation} micro-batch(es) each, all of 1 or more"
             )
 
-    @property
-    def updates(self) -> int:
-        """How many are traced."""
-        return len(self.lengths) // self.accumulation if self.lengths else STEPS
+    def updates(self, steps: int = STEPS) -> int:
+        """How many are traced; so many where all batches are alike."""
+        return len(self.lengths) // self.accumulation if self.lengths else steps
 
-    def asked(self) -> Iterator[tuple[int, ...]]:
+    def asked(self, steps: int = STEPS) -> Iterator[tuple[int, ...]]:
         """What each micro-batch is asked for: its length, or nothing."""
-        yield from ((length,) for length in self.lengths) if self.lengths else [()] * (STEPS * self.accumulation)
+        yield from ((length,) for length in self.lengths) if self.lengths else [()] * (steps * self.accumulation)
 
 
 class StepObserver:
@@ -111,6 +110,9 @@ class StepEngine:
     Args:
         model: whose gradients.
     """
+
+    steps = STEPS
+    """Updates until one asks for the same memory as all that follow."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -151,12 +153,12 @@ def run_steps(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """The updates of one of `LOOPS`; see `StepRecipe`."""
-    asked = recipe.asked()
+    asked = recipe.asked(engine.steps)
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
     outputs: Any = None
     loss: torch.Tensor | None = None
-    for step in range(1, recipe.updates + 1):
+    for step in range(1, recipe.updates(engine.steps) + 1):
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
@@ -382,7 +384,7 @@ def run_loop(
     phases = LoopPhases(watcher, engine)
 
     def batches() -> Iterator[Batch]:
-        for asked in recipe.asked():
+        for asked in recipe.asked(engine.steps):
             phases.enter("forward")
             yield mark_batch(batch(*asked), watcher)  # held by the loop alone
 
@@ -391,10 +393,10 @@ def run_loop(
         optimizer.register_step_post_hook(lambda stepped, *_: phases.updated(stepped))
     with phases, autocast(recipe.precision), engine.micro_batch(is_last=True):
         loop(model, batches(), optimizer)
-    wanted = 0 if optimizer is None else recipe.updates
-    if not phases.has_backward or phases.num_updates < wanted:
+    updates = recipe.updates(engine.steps)
+    if not phases.has_backward or phases.num_updates < (0 if optimizer is None else updates):
         raise ConfigError(
-            f"loop= was given {recipe.updates * recipe.accumulation} micro-batches and made {phases.num_updates} updates"
+            f"loop= was given {updates * recipe.accumulation} micro-batches and made {phases.num_updates} updates"
             f"{'' if phases.has_backward else ' and no backward'}; it must iterate over all of its batches, call backward on the "
             f"loss, and step the optimizer after every {recipe.accumulation}"
         )

@@ -37,6 +37,7 @@ def without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> 
 
 
 MASK = "attention_mask"
+POSITIONS = "position_ids"
 
 _UNMASKED = "headway_unmasked"
 

@@ -18,11 +18,21 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::det
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating point operations of an operation: a product of matrices, a convolution or attention; of others 0."""
+    """Floating point operations of an operation: a product of matrices, a convolution or attention; of others 0.
+
+    Kernels skip the masked half of causal attention, which torch's formulas count.
+    """
     if func._overloadpacket in flop_registry:
-        return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
-    formula = _OF_CPUS.get(func._schema.name)
-    return formula(*args) if formula is not None else 0
+        counted = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+    else:
+        formula = _OF_CPUS.get(func._schema.name)
+        counted = formula(*args) if formula is not None else 0
+    return counted // 2 if counted and _is_causal(func, args, kwargs) else counted
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool(dict(zip(names, args), **kwargs).get("is_causal", False))
 
 
 # torch's registry has the kernels of accelerators only.
