@@ -1081,6 +1081,23 @@ class Accelerator(RankAware):
         bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return self._whole_weights.state_dict(bare)
 
+    def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
+        """Fill a model from pretrained weights; each rank reads its own part, once, and no rank holds more. Every rank calls it.
+
+        Before `prepare`, names and shapes are checked at once, and values are read when the model is prepared: it can be built on
+        the meta device. After `prepare`, values are read now.
+
+        Args:
+            model: the model, or a part of one (its base without a new head, say).
+            source: a folder, an index or a file of safetensors or `.bin`, or a model id on the Hub; transformers' models take the
+                names and layouts that `from_pretrained` takes.
+            strict: stored names that the model has no place for are an error, not a warning.
+
+        Raises:
+            CheckpointError: missing or damaged, or it does not fit: nothing has changed. Or a rank could not read its part.
+        """
+        self._preparation.weights.add(model, source, strict, self._preparation.models)
+
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
         if self.is_main_process:

@@ -94,7 +94,7 @@ def is_cut(tensor):
 
 def put(tensor, wanted):
     """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
-    from headway.checkpoint.loading.files import own_boxes
+    from headway.weights.pieces import own_boxes
 
     for offsets, memory in own_boxes(tensor.detach()):
         memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])

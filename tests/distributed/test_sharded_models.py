@@ -248,9 +248,9 @@ def without_memory_refused() -> None:
         accelerator.prepare(model)
     with pytest.raises(PrepareError, match=r"to evaluate with, is without memory"):
         accelerator.prepare_model(nn.Linear(3, 3, device="meta"), evaluation_mode=True)
-    with torch.device("meta" if accelerator.process_index else "cpu"):
+    with torch.device("cpu" if accelerator.process_index else "meta"):
         model = nn.Linear(3, 3)
-    with pytest.raises(PrepareError, match="on ranks 1 only"):
+    with pytest.raises(PrepareError, match="on ranks 0 only"):
         accelerator.prepare(model)
 
 

@@ -41,7 +41,7 @@ MEMBERS = """
     clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forecast forward_backward
     free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers
     log log_artifact log_event log_images trackers is_last_process
-    is_local_main_process is_main_process join_uneven_inputs keep_activations load_state
+    is_local_main_process is_main_process join_uneven_inputs keep_activations load_state load_weights
     local_main_process_first local_process_index logging_dir main_process_first microbatches no_sync
     non_blocking non_finite num_processes num_updates on_last_process on_local_main_process on_local_process
     on_main_process on_process optimizer_step_was_skipped pad_across_processes preempted prepare

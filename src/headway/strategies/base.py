@@ -3,7 +3,7 @@
 One process: plain PyTorch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.transfers import move
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
+from headway.strategies.fully_sharded.units import check_initialisers, fill
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
@@ -85,6 +86,7 @@ class Strategy:
     data_group: Collectives
     everyone: Collectives
     gradient_divisor: int
+    _expected: Set[str] = frozenset()
 
     def __init__(self, collectives: Collectives) -> None:
         self.data_group = self.everyone = self._peers = collectives
@@ -129,18 +131,26 @@ class Strategy:
             "one, or strategy='deepspeed'"
         )
 
+    def expect(self, names: Set[str]) -> None:
+        """The values of these tensors of the next model come when it is set up, or after that: from files, or from rank 0."""
+        self._expected = names
+
     def materialise(self, model: torch.nn.Module) -> None:
         """Give a model that was built without memory (meta device) its values, alike on all ranks, here or in `setup`.
 
-        Called before `place`.
+        Called before `place`. What comes later (`expect`) gets memory only.
 
         Raises:
-            PrepareError: whole models come with their values.
+            PrepareError: whole models come with their values, or all of them are expected.
         """
-        lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        raise PrepareError(
-            f"{len(lazy)} parameters of {type(model).__name__} are on the meta device (as {lazy[0]!r}); load them before prepare()"
-        )
+        lazy = [name for name, p in model.named_parameters() if p.is_meta and name not in self._expected]
+        if lazy:
+            raise PrepareError(
+                f"{len(lazy)} parameters of {type(model).__name__} are on the meta device (as {lazy[0]!r}); before prepare(), name "
+                "the checkpoint that has their values: accelerator.load_weights(model, folder)"
+            )
+        check_initialisers(model, self._expected)
+        fill(model, (), self.everyone.runtime.device, self.everyone, self._expected)
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Bring a model to this process's device, before `setup`; what shards it may leave that to `setup`."""

@@ -5,8 +5,10 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from headway.common.optional import require
 from headway.common.untrusted import open_regular, printable, read_regular
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.weights.shards import MAX_HEADER, read_header
+from headway.weights.pieces import slices
+from headway.weights.shards import MAX_HEADER, bits, raw_bytes, read_header
 
 logger = get_logger(__name__)
 
@@ -54,6 +57,36 @@ class StoredTensor:
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.frombuffer(self._origin, dtype=torch.uint8, count=self.num_bytes, offset=self._offset)
         return (flat if self.is_mapped else flat.clone()).view(self.dtype).view(self.shape)
+
+    def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Read the values of a box that begins there, and no others, into memory of its shape, on any device and of any dtype.
+
+        Raises:
+            CheckpointError: the file cannot be read, or became shorter.
+        """
+        if isinstance(self._origin, torch.Tensor):
+            box.copy_(self._origin[slices(offsets, box.shape)])
+            return
+        # Values lie in a row from the last dim on that the box does not take up as a whole.
+        inner = max((dim for dim, sizes in enumerate(zip(box.shape, self.shape)) if sizes[0] != sizes[1]), default=0)
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = sum(map(mul, offsets, strides))
+        with open_regular(self.file) as file:
+            for index in product(*map(range, box.shape[:inner])) if box.numel() else ():
+                start = self._offset + (first + sum(map(mul, index, strides))) * self.dtype.itemsize
+                self._read(file.fileno(), start, box[index])
+
+    def _read(self, file: int, start: int, part: torch.Tensor) -> None:
+        is_straight = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+        room = part if is_straight else torch.empty(part.shape, dtype=self.dtype)
+        view = memoryview(raw_bytes(room).numpy())  # type: ignore[arg-type]
+        while view:
+            count = os.preadv(file, [view], start)
+            if not count:
+                raise CheckpointError(f"{self.file} became shorter while it was read")
+            view, start = view[count:], start + count
+        if room is not part:
+            bits(part).copy_(bits(room)) if part.dtype == self.dtype else part.copy_(room)
 
 
 @dataclass

@@ -136,20 +136,29 @@ class TensorSources:
 
 
 def match(
-    model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles, strict: bool
+    model: nn.Module,
+    places: Mapping[str, TensorLocation],
+    checkpoint: WeightFiles,
+    strict: bool,
+    computes_buffers: bool = False,
 ) -> TensorSources:
     """Settle every name, or say everything that does not fit at once.
 
     A tensor must come from the checkpoint, under one of its names where it is tied. Only a buffer that the model has
-    computed itself may be absent, unless `strict`. Names that the model has no place for are an error where `strict`,
-    and are logged otherwise. Shapes must be equal.
+    computed itself may be absent, unless `strict`; with `computes_buffers`, one that it will
+    compute. Names that the model has no place for are an error where `strict`, and are logged otherwise. Shapes must be equal.
 
     Raises:
         CheckpointError: lists what is missing, unexpected and mismatched, each with the nearest name on the other side.
     """
     sources = _sources(model, places, checkpoint)
     groups = tied_groups(places)
-    missing = [name for name, place in places.items() if _is_missing(place, groups[name], sources.shapes, strict)]
+    computed = {name for name, place in places.items() if computes_buffers and not place.is_persistent}
+    missing = [
+        name
+        for name, place in places.items()
+        if name not in computed and _is_missing(place, groups[name], sources.shapes, strict)
+    ]
     mismatched = [
         f"{name}: {_words(shape, dtype)} in the checkpoint, {_words(place.tensor.shape, place.tensor.dtype)} in the model"
         for name, place in places.items()

@@ -249,6 +249,16 @@ def _with_places(runs: Sequence[Run]) -> list[tuple[int, slice]]:
     return made
 
 
+def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """(where it begins, its memory) of each box of a tensor that lies on this rank: of a plain one all of it."""
+    if is_dtensor(value):
+        local = held(value)
+        return [(offsets, local[where]) for offsets, where in places(value)]
+    if is_spread(value):
+        return [(box.offsets, box.values) for box in value.boxes]
+    return [((0,) * value.ndim, value)]
+
+
 class ShardCutter:
     """Makes pieces of DTensors. Which of those that hold the same box writes it is the same on every rank: each in turn, by bytes."""
 

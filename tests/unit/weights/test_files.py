@@ -263,3 +263,32 @@ def test_a_pickle_of_what_is_no_weight(tmp_path, state):
     torch.save(state, tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match=r"not a plain tensor|not a dict of names"):
         open_checkpoint(tmp_path)
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=4), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_box_of_a_tensor_is_read_by_itself(tmp_path_factory, shape, data):
+    folder = tmp_path_factory.mktemp("box")
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    save_file({"x": whole}, folder / "model.safetensors")
+    torch.save({"x": whole}, folder / "model.bin")
+    begins = [data.draw(st.integers(0, size)) for size in shape]
+    sizes = [data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape)]
+    wanted = whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))]
+    for file in ("model.safetensors", "model.bin"):
+        stored = open_checkpoint(folder / file).tensors["x"]
+        for room in (
+            torch.empty(sizes),
+            torch.empty(sizes, dtype=torch.float64),
+            torch.empty(sizes[::-1]).permute(tuple(range(len(sizes)))[::-1]),
+        ):
+            stored.fill(room, begins)
+            assert torch.equal(room.float(), wanted)
+
+
+def test_a_file_that_became_shorter_is_an_error_where_a_box_is_read(tmp_path):
+    save_file(STATE, tmp_path / "model.safetensors")
+    stored = open_checkpoint(tmp_path).tensors["a.weight"]
+    os.truncate(tmp_path / "model.safetensors", 100)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        stored.fill(torch.empty(2, 3), (0, 0))

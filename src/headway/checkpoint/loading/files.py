@@ -22,7 +22,7 @@ from headway.checkpoint.loading.reading import check_file, find, header_of, read
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
 from headway.weights.files import StoredTensor, map_safetensors
-from headway.weights.pieces import held, is_dtensor, is_spread, places, slices
+from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
 from headway.weights.shards import SafetensorsHeader, bits
 
 _MOST_OPEN = 64
@@ -104,16 +104,6 @@ class ChunkedTensor:
         made = torch.empty(self.shape, dtype=self.dtype)
         self.fill(made, offsets)
         return made
-
-
-def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """(where it begins, its memory) of each box of a tensor that lies on this rank: of a plain one all of it."""
-    if is_dtensor(value):
-        local = held(value)
-        return [(offsets, local[where]) for offsets, where in places(value)]
-    if is_spread(value):
-        return [(box.offsets, box.values) for box in value.boxes]
-    return [((0,) * value.ndim, value)]
 
 
 def pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,7 +19,7 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
-from headway.weights.pieces import is_dtensor, places, slices
+from headway.weights.pieces import is_dtensor, own_boxes, slices
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor
@@ -32,18 +32,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def put_part(part: torch.Tensor, whole: torch.Tensor, like: Any) -> None:
-    """Copy this rank's part of a whole tensor, which is cut as the DTensor `like`."""
-    for offsets, where in places(like):
-        part[where].copy_(whole[slices(offsets, part[where].shape)])
+def put_whole(own: torch.Tensor, whole: torch.Tensor) -> None:
+    """Put a whole tensor's values into a plain one, or into this rank's part of a DTensor."""
+    for offsets, memory in own_boxes(own):
+        memory.copy_(whole[slices(offsets, memory.shape)])
 
 
 def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
     if is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    part = torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device)
-    put_part(part, tensor.detach(), like)
+    made = around(torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device), like)
+    put_whole(made, tensor.detach())
+    return made
+
+
+def around(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """What this rank holds, as a DTensor that is cut as `like`."""
     return dtensor.DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -39,6 +39,8 @@ from headway.strategies.fully_sharded.units import (
     fill,
     find_units,
     is_without_memory,
+    spread_values,
+    take_values,
 )
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
@@ -171,7 +173,7 @@ class MeshStrategy(Strategy):
         Raises:
             PrepareError: one does not.
         """
-        check_initialisers(model)
+        check_initialisers(model, self._expected)
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
@@ -225,26 +227,21 @@ class MeshStrategy(Strategy):
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
         check_whole(model)
+        given = take_values(model, self.everyone)
+        self._expected = given.keys() or self._expected
         lacks_values = is_without_memory(model)
-        lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
-        if len(set(lacking)) > 1:
-            ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
-            raise PrepareError(
-                f"{type(model).__name__} was built on the meta device on ranks {ranks} only; build it the same way on all ranks"
-            )
-        if lacks_values and self.layout.tp > 1:
-            raise PrepareError(
-                f"{type(model).__name__} is on the meta device, which tensor parallelism does not support; build it with its values"
-            )
         if lacks_values:
-            check_initialisers(model)  # of buffers, too
+            check_initialisers(model, self._expected)  # of buffers, too
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
         super().setup(model, transforms)
         if not is_sharded:
+            if lacks_values:
+                fill(model, (), self.everyone.runtime.device, self.everyone, self._expected)
             bring_buffers(model, self.everyone.runtime.device)
+            spread_values(model, given, self.everyone.runtime.device, self.everyone)
             return
         num_wrapped = formats.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         units = find_units(model, self._options)
@@ -258,12 +255,13 @@ class MeshStrategy(Strategy):
         if num_wrapped:
             formats.scale_before_forward(model)
         if lacks_values:
-            largest = fill(model, inner, self.everyone.runtime.device, self.everyone)
+            largest = fill(model, inner, self.everyone.runtime.device, self.everyone, self._expected)
             log.info(
                 "%s was initialised unit by unit; the largest unit takes %s",
                 type(model).__name__,
                 format_bytes(largest),
             )
+        spread_values(model, given, self.everyone.runtime.device, self.everyone)
 
     def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""

@@ -233,8 +233,8 @@ def _several(told: list[str]) -> str:
 _MOST = 64
 
 
-def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Collectives) -> None:
-    """One exchange of a number; what differs is looked for only where something does.
+def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Collectives) -> bool:
+    """Has rank 0 values for the model? One exchange of two numbers; what differs is looked for only where something does.
 
     Args:
         model: that is to be wrapped.
@@ -246,11 +246,13 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+    has_values = not any(parameter.is_meta for parameter in model.parameters())
     if everyone.world_size == 1:
-        return
+        return has_values
     own = settings | _described(model)
-    if len({number for (number,) in everyone.gather_numbers([digest(repr(own))])}) == 1:
-        return
+    numbers, values = zip(*everyone.gather_numbers([digest(repr(own)), float(has_values)]))
+    if len(set(numbers)) == 1:
+        return bool(values[0])
     first, *others = everyone.gather_objects(own)
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     name = next(name for name in [*first, *other] if first.get(name) != other.get(name))

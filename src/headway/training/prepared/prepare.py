@@ -23,6 +23,7 @@ from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.runtime.transfers import move
+from headway.strategies.base import Engine
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
@@ -39,6 +40,7 @@ from headway.training.prepared.scheduler import (
     StepsPerUpdate,
     schedule_length,
 )
+from headway.training.pretrained import PretrainedLoads
 from headway.training.step import TrainingStep
 from headway.training.windows import UpdateClock
 
@@ -77,6 +79,7 @@ class Preparation:
     Attributes:
         loading: as above; `set_evenness` and `load_by` change it.
         places: `device_placement`.
+        weights: what models are filled from.
         loader_rng: what loaders draw their orders from.
         events: as above.
     """
@@ -109,6 +112,7 @@ class Preparation:
         self._evaluated: set[int] = set()
         self._rules = rules or LoadingRules()
         self._wrappers = wrappers
+        self.weights = PretrainedLoads(self._strategy)
         self.loader_rng = LoaderGenerator(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock
         self._runtime = runtime
@@ -216,9 +220,7 @@ class Preparation:
             return model
         self._share_rng_states()
         if not is_evaluation:  # each rank may evaluate one of its own
-            steps, precision = str(self._windows.num_steps), self._step.precision.name
-            settings = {"gradient_accumulation_steps": steps, "mixed_precision": precision}
-            check_alike(model, settings, self._strategy.everyone)
+            self._compare(model)
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
@@ -237,7 +239,7 @@ class Preparation:
         for transform in self._transforms(False) if is_evaluation else ():
             transform(model)
         prepared_model.detach(model)  # one that was forgotten, and went on under autocast
-        engine = None if is_evaluation else self._strategy.setup(model, self._transforms(True))
+        engine = None if is_evaluation else self._set_up(model)
         prepared_model.attach(
             model,
             engine,
@@ -251,6 +253,19 @@ class Preparation:
         if is_evaluation:
             self._evaluated.add(id(model))
         return model
+
+    def _compare(self, model: torch.nn.Module) -> None:
+        """Have all ranks built the same? What this one lacks may come from files, or from rank 0."""
+        steps, expected = str(self._windows.num_steps), self.weights.names(model)
+        settings = {"gradient_accumulation_steps": steps, "mixed_precision": self._step.precision.name}
+        if check_alike(model, settings, self._strategy.everyone):
+            expected.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+        self._strategy.expect(expected)
+
+    def _set_up(self, model: torch.nn.Module) -> Engine | None:
+        engine = self._strategy.setup(model, self._transforms(True))
+        self.weights.read(model)
+        return engine
 
     def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
         learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
