@@ -125,8 +125,8 @@ FLAGS = """
     gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
     rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee
     role debug quiet module no_python run_as config_file dry_run force strategy fsdp_reshard_after_forward fsdp_offload_params
-    fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing
-    fsdp_activation_checkpointing_offload cp_comm_strategy deepspeed_config_file offload_optimizer_device offload_param_device
+    fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params activation_checkpointing
+    activation_checkpointing_offload help_all cp_comm_strategy deepspeed_config_file offload_optimizer_device offload_param_device
     offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping
 """
 

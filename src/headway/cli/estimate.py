@@ -1,6 +1,5 @@
 """`headway estimate`: what running a model would take here, before a byte of its weights is read."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,28 @@ import click
 
 from headway.cli.estimate_training import calibration_text, forecast_text, ranking_text, script_text
 from headway.cli.options import EARLIER_NAMES, JSON, POSITIVE, GroupedCommand, examples, model_option, option
+from headway.cli.progress import show_progress
 from headway.errors import ConfigError
-from headway.forecasting.device.devices import DEVICES, find
+from headway.forecasting.device.devices import find
 from headway.planning.tasks import TASKS
 
 _ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
 
-FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
-rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
+FOLDER holds a transformers `config.json`; weights are not needed. The rate is a ceiling: bandwidth, measured here in about two
+seconds, over the bytes that each token has to read.
 
-With --device: what training takes on that GPU, which this machine need not have, and the largest batch. FOLDER may then also be a
-config file or a transformers model type.
-
-With --script and --device: what your own training script takes. The script runs up to its second update, on tensors without values.
+With --device: what training takes on that GPU, which this machine need not have, and the largest batch; FOLDER may then also be
+a config file or a transformers model type. With --script, too: what your own script takes, run up to its second update on
+tensors without values.
 """
 
 _EPILOG = examples(
     "headway estimate llama/                        the sizes, the placement, the ceiling",
     "headway estimate llama/ --dtype int4           placed as int4",
-    "headway estimate llama/ --sequence 4096        with room for 4096 tokens and their cache",
     "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
-    "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
+    "headway estimate llama --device h100 --mixed_precision bf16 --strategy fsdp --ranks 8",
     "headway estimate llama --device l4 --dtype int4 --lora r=16   QLoRA",
     "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
-    "headway estimate --calibrate                   once, on the machine with the GPU",
     "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
 )
 
@@ -54,7 +51,7 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
     if given.get("device", "this").lower() != "this":
         find(given["device"])  # a name that is none is told before torch is loaded
-    _show_progress()
+    show_progress()
     if script:
         _check_script(given)
         click.echo(script_text(folder, arguments, **given))
@@ -73,15 +70,6 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     from headway.planning.inference import tabulate
 
     click.echo("\n".join(tabulate(folder, given.get("dtype"), given.get("batch_size", 1), given.get("sequence"))))
-
-
-def _show_progress() -> None:
-    """A line for each step that is traced, beside what is printed."""
-    logger = logging.getLogger("headway.forecasting")
-    handler = logging.StreamHandler()
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    click.get_current_context().call_on_close(lambda: logger.removeHandler(handler))
 
 
 def _echo_forecast(model: str, given: dict[str, Any]) -> None:
@@ -108,18 +96,18 @@ def _check_script(given: dict[str, Any]) -> None:
 
 
 _SEARCHED = (
-    "Rank micro-batch, accumulation, precision and activation checkpointing for this many samples per update; --optimizer may "
-    "then be several, separated by commas. Exit code 1 if nothing is sure to fit."
+    "Rank the ways to run this many samples per update; --optimizer may then be several, separated by commas. Exit code 1 if "
+    "nothing is sure to fit."
 )
 _MEASURED = "Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts."
 _DRAWN = "Also write an HTML page of a forecast: memory over the step and against the batch size."
 _HERE = (
-    f"Forecast training on this GPU: {', '.join(name for name in DEVICES if name != 'cpu')}; this: the machine's own; a product's "
-    "name, as nvidia-smi prints it; or 48GiB: some GPU with that memory."
+    "Forecast training on this GPU: h100, rtx-4090 ...; this: the machine's own; a product's name, as nvidia-smi prints it; or "
+    "48GiB: some GPU with that memory."
 )
-_RUN = "FOLDER is your training script; it runs with ARGS up to its second update."
+_RUN = "FOLDER is your training script, which is given ARGS."
 _PLACED = (
-    "Place the model in this dtype; with --device, train its weights in it; int4 with --lora is QLoRA.  "
+    "Place the model in this dtype, or train its weights in it; int4 with --lora is QLoRA.  "
     "[default: what the config says]"
 )
 
@@ -137,11 +125,16 @@ command = GroupedCommand(
         option("--device", "NAME", "Training", _HERE),
         option("--script", None, "Training", _RUN),
         model_option("optimizer", "Training"),
-        model_option("precision", "Training", "  [default: no]"),
+        model_option("mixed_precision", "Training"),
         model_option("activation_checkpointing", "Training"),
         option("--gradient_accumulation_steps", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE),
         option(
-            "--attention", "eager|sdpa", "Training", "The model's attention.  [default: the model's]", ("eager", "sdpa")
+            "--attention",
+            "eager|sdpa",
+            "Training",
+            "The model's attention.  [default: the model's]",
+            ("eager", "sdpa"),
+            is_rare=True,
         ),
         option(
             "--task",
@@ -149,23 +142,27 @@ command = GroupedCommand(
             "Training",
             f"The model's head: {', '.join(TASKS)}.  [default: the config's]",
             tuple(TASKS),
+            is_rare=True,
         ),
-        option("--lora", "r=N", "Training", "Train PEFT's LoRA of this rank; the model itself is frozen."),
+        option(
+            "--lora", "r=N", "Training", "Train PEFT's LoRA of this rank; the model itself is frozen.", is_rare=True
+        ),
         option(
             "--loop",
             "NAME",
             "Training",
             f"What holds memory between the calls: {', '.join(LOOPS)}.  [default: plain]",
             LOOPS,
+            is_rare=True,
         ),
         model_option("ranks", "Training", " Goes with --strategy."),
         model_option("strategy", "Training", " over --ranks; the answer is for rank 0."),
-        model_option("machine_ranks", "Training"),
+        model_option("machine_ranks", "Training", is_rare=True),
         model_option("budget", "Training", "  [default: all of the GPU's]"),
-        option("--longest", None, "Training", "Also search for the longest sequence at this batch size."),
+        option("--longest", None, "Training", "Also search for the longest sequence at this batch size.", is_rare=True),
         option("--global_batch_size", "N", "Training", _SEARCHED, POSITIVE),
-        option("--calibrate", None, "Training", _MEASURED),
-        option("--page", "FILE", "Output", _DRAWN, click.Path(path_type=Path, dir_okay=False)),
+        option("--calibrate", None, "Training", _MEASURED, is_rare=True),
+        option("--page", "FILE", "Output", _DRAWN, click.Path(path_type=Path, dir_okay=False), is_rare=True),
         JSON,
     ],
     help=_ABOUT,

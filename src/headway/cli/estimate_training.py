@@ -47,6 +47,7 @@ def forecast_text(
     make, batch, loss = trainable(source, given.pop("attention", None), given.pop("dtype", None), rank)
     given["accumulation"] = given.pop("gradient_accumulation_steps", 1)
     given["recompute"] = given.pop("activation_checkpointing", False)
+    given["precision"] = given.pop("mixed_precision", "no")
     found = forecast(make, batch, loss=loss, longest=lengths(source) if longest else None, **given)
     if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
         found = replace(found, peak_line="")
@@ -77,7 +78,7 @@ def ranking_text(model: str, as_json: bool = False, **given: Any) -> tuple[str, 
     Args:
         model: a folder, a config file or a model type.
         as_json: print JSON.
-        given: global_batch_size, device, budget; precision, activation_checkpointing and attention are tried alone where
+        given: global_batch_size, device, budget; mixed_precision, activation_checkpointing and attention are tried alone where
             they are given; optimizer: names, separated by commas.
 
     Raises:
@@ -98,7 +99,7 @@ def ranking_text(model: str, as_json: bool = False, **given: Any) -> tuple[str, 
         device=given["device"],
         budget=given.get("budget"),
         optimizers=tuple(given.get("optimizer", "adamw").split(",")),
-        precisions=(given["precision"],) if "precision" in given else ("no", "bf16"),
+        precisions=(given["mixed_precision"],) if "mixed_precision" in given else ("no", "bf16"),
         recompute=(True,) if "activation_checkpointing" in given else (False, True),
         attention=(given.get("attention"),),
         loss=loss,

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from headway.cli.options import (
     CONFIG_FILE,
@@ -352,8 +353,14 @@ def _parameters() -> list[click.Parameter]:
         CONFIG_FILE,
         option("--dry_run", None, "Configuration", "Print the exact command and environment, and start nothing."),
         option("--force", None, "Configuration", "Let the command line win where the script says something else."),
-        click.Argument(["script"], metavar="SCRIPT"),
-        click.Argument(["script_args"], metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
+        click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
+        click.Argument(
+            ["script_args"],
+            metavar="[ARGS]...",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
+        ),
     ]
 
 
@@ -363,6 +370,6 @@ command = LaunchCommand(
     params=_parameters(),
     help=_ABOUT,
     epilog=_EPILOG,
-    aliases=EARLIER_NAMES,
+    aliases={name: now for name, now in EARLIER_NAMES.items() if name not in _VALUES},
     context_settings={"allow_interspersed_args": False},
 )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from headway.common import env
 from headway.common.untrusted import plain
@@ -23,11 +24,19 @@ _COMMANDS = {
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
     "compat": ("headway.cli.compat", "Say how the names of Accelerate are served, and which ones a script uses."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
+    "completion": ("headway.cli.completion", "Print the script that completes commands and flags in your shell."),
 }
 
-_ABOUT = """Run your own PyTorch loop, unchanged, on any hardware.
+_ABOUT = """Run your own PyTorch training loop on any hardware.
 
 `headway COMMAND --help` explains a command.
+"""
+
+_EPILOG = """Examples:
+  headway launch train.py                          every accelerator, or one CPU process
+  headway estimate llama --device h100             what training takes, and the largest batch
+  headway report runs/digits                       one page of a run
+  source <(headway completion bash)                commands and flags by the tab key
 """
 
 
@@ -51,10 +60,21 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The subcommands that begin so, without importing them, or the options."""
+        found = [
+            CompletionItem(name, help=text) for name, (_, text) in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples as they stand."""
+        formatter.write(f"\n{_EPILOG}")
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -89,7 +109,11 @@ group = LazyGroup(
             help="Print the version.",
         )
     ],
-    context_settings={"token_normalize_func": _underscored, "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "token_normalize_func": _underscored,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
 )
 
 

@@ -1,5 +1,6 @@
 """`headway merge`: a checkpoint's weights as plain safetensors files under the bare module's names."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import click
 
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
 from headway.cli.options import GroupedCommand, option
+from headway.cli.progress import show_progress
 from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @click.command(
@@ -42,6 +46,8 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
     from headway.checkpoint.loading.files import open_tensors, verify
     from headway.weights.export import save_weights
 
+    show_progress()
+    logger.info("verifying %s", checkpoint)
     verify(checkpoint, manifest)
     named = ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
     try:

@@ -1,4 +1,4 @@
-"""Command-line options made from the fields of `config/launch.py`, and a help page that groups them."""
+"""Command-line options made from the fields of `config/launch.py`, and a help page that fits a screen; `--help-all` has the rest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,19 +17,43 @@ def underscored(token: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option that is listed under a heading of the help page."""
+    """An option that is listed under a heading of the help page.
 
-    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
+    Args:
+        group: the heading.
+        is_rare: listed by `--help-all` alone.
+    """
+
+    def __init__(self, *args: Any, group: str = "Options", is_rare: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+        self.is_rare = is_rare
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """What click adds to the help, without the range of a number: an error names it."""
+        return {name: value for name, value in super().get_help_extra(ctx).items() if name != "range"}
 
 
 def option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
     """An option in one line; without a metavar it is a switch, and a tuple of words as `kind` are all there is to choose."""
     if metavar is None:
         return GroupedOption([name], is_flag=True, group=group, help=text, **more)
+    if isinstance(kind, tuple) and "|" in metavar:
+        metavar, text = _show_choices(kind, text)
     chosen = click.Choice(kind) if isinstance(kind, tuple) else kind
     return GroupedOption([name], metavar=metavar, type=chosen, group=group, help=text, **more)
+
+
+def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
+    """The metavar and the text of an option: its words are the metavar if they are few, else in the text, where they wrap."""
+    words = "|".join(choices)
+    if len(words) <= _LONGEST_METAVAR:
+        return words, text
+    about, default, rest = text.partition("  [default")
+    return "NAME", f"{about} One of {', '.join(choices)}.{default}{rest}"
+
+
+_LONGEST_METAVAR = 20
 
 
 POSITIVE = click.IntRange(min=1)
@@ -41,8 +65,8 @@ _OF_MODELS = {
         "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
         str,
     ),
-    "precision": ("no|bf16|fp16", "The run's mixed_precision.", ("no", "bf16", "fp16")),
-    "activation_checkpointing": (None, "Keep only the inputs of blocks for backward, and recompute the rest.", None),
+    "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", ("no", "bf16", "fp16")),
+    "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
     "ranks": ("N", "Processes of the run.", POSITIVE),
     "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
     "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
@@ -50,18 +74,22 @@ _OF_MODELS = {
 }
 JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
 CONFIG_FILE = option(
-    "--config_file", "PATH", "Configuration", "Config file.  [default: the one that `headway config` writes]"
+    "--config_file",
+    "PATH",
+    "Configuration",
+    "Config file.  [default: the one that `headway config` writes]",
+    click.Path(),
 )
 EARLIER_NAMES = {
     "accumulation": "gradient_accumulation_steps",
-    "mixed_precision": "precision",
+    "precision": "mixed_precision",
     "batch": "batch_size",
     "checkpoint_activations": "activation_checkpointing",
     "memory": "budget",
     "num_tokens": "sequence",
     "recompute": "activation_checkpointing",
 }
-"""Other names of options of `estimate` and `plan`: earlier ones, accepted until the next release, and those of launch."""
+"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
 
 
 def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
@@ -70,8 +98,18 @@ def model_option(name: str, group: str, more: str = "", **settings: Any) -> Grou
     return option(f"--{name}", metavar, group, text + more, kind, **settings)
 
 
+def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_SHOWS_ALL = f"{__name__}.all"
+
+
 class GroupedCommand(click.Command):
-    """A command whose help groups its options, and whose unknown flags are answered with what to use.
+    """A command whose help lists the options that most runs need, and whose unknown flags are answered with what to use.
 
     Args:
         aliases: other names of flags, which the help does not show.
@@ -82,10 +120,14 @@ class GroupedCommand(click.Command):
         kwargs["context_settings"] = {
             "token_normalize_func": lambda token: known.get(underscored(token), underscored(token)),
             "help_option_names": ["-h", "--help"],
-            "max_content_width": 110,
+            "max_content_width": 100,
             **kwargs.get("context_settings", {}),
         }
         super().__init__(*args, **kwargs)
+        if any(getattr(each, "is_rare", False) for each in self.params):
+            text = "Show every option, in groups, and exit."
+            more: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+            self.params.append(GroupedOption(["--help-all"], help=text, **more))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and explain another launcher's flag."""
@@ -97,12 +139,18 @@ class GroupedCommand(click.Command):
             raise click.UsageError(f"there is no flag {error.option_name}{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under their headings, in the order in which they were declared."""
+        """Write the options in the order in which they were declared: the usual ones, or all under their headings."""
+        params = self.get_params(ctx)
+        is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL not in ctx.meta
         groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        for parameter in params:
             record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
+            if record is None or not isinstance(parameter, click.Option):
+                continue
+            if not is_short:
                 groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
+            elif not getattr(parameter, "is_rare", False):
+                groups.setdefault("Options", []).append(record)
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=32)
@@ -121,13 +169,16 @@ def setting_options() -> list[click.Parameter]:
 
 def _option(setting: LaunchSetting) -> click.Option:
     flags = [setting.short, setting.flag] if setting.short else [setting.flag]
-    text = setting.text + (f"  [default: {setting.default}]" if setting.default else "")
+    chosen, text = _show_choices(setting.choices, setting.text)
+    about: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_usual}
+    about["help"] = text + (f"  [default: {setting.default}]" if setting.default else "")
     if setting.kind == "switch":
-        return GroupedOption([*flags, setting.name], is_flag=True, default=None, help=text, group=setting.group)
-    words = {"integer": "N", "number": "SECONDS", "text": "TEXT", "choice": "|".join(setting.choices)}
-    words["truth"] = "true|false"
+        return GroupedOption([*flags, setting.name], is_flag=True, default=None, **about)
+    words = {"integer": "N", "text": "TEXT", "choice": chosen, "truth": "true|false"}
     words["number"] = "NUMBER" if setting.name == "gradient_clipping" else "SECONDS"
-    return GroupedOption([*flags, setting.name], metavar=words[setting.kind], help=text, group=setting.group)
+    if setting.choices:
+        about["shell_complete"] = lambda ctx, param, typed: [each for each in setting.choices if each.startswith(typed)]
+    return GroupedOption([*flags, setting.name], metavar=words[setting.kind], **about)
 
 
 def command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from headway.cli import options
+from headway.cli.progress import show_progress
 from headway.common.text import format_bytes, format_number, parse_bytes
 from headway.config.engines import ActivationCheckpointing
 from headway.config.mesh import parse
@@ -42,6 +43,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
     cluster = ClusterRates(
         given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
     )
+    show_progress()
     maker(given["optimizer"])  # what is wrong for every layout is an error, no row
     planned = partial(
         plan,
@@ -49,7 +51,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         num_ranks=ranks,
         step=source.step,
         optimizer=given["optimizer"],
-        precision=given["precision"],
+        precision=given["mixed_precision"],
         tokens=source.tokens,
         kwargs_handlers=[
             PipelineOptions(given["schedule"], given["microbatches"]),
@@ -64,7 +66,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         click.echo(json.dumps(as_dict(found), indent=1))
         return
     lines = [
-        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; precision {given['precision']}",
+        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; mixed precision {given['mixed_precision']}",
         f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
         "",
     ]
@@ -104,7 +106,7 @@ command = options.GroupedCommand(
         options.model_option("batch_size", "Run", default=1),
         options.model_option("sequence", "Run", "]"),
         options.model_option("optimizer", "Run", default="adamw"),
-        options.model_option("precision", "Run", "  [default: bf16]", default="bf16"),
+        options.model_option("mixed_precision", "Run", default="no"),
         options.model_option("activation_checkpointing", "Run"),
         options.option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
         options.option("--microbatches", "N", "Run", _MICROBATCHES, options.POSITIVE),

@@ -88,6 +88,7 @@ class LaunchSetting:
         maximum: the largest.
         is_for_workers: do workers read it (and so find it in the payload)?
         is_for_files: may it stand in a config file and in the environment?
+        is_usual: does the short help list it?
         read: reads a "text" further, and raises ConfigError where it cannot be.
     """
 
@@ -102,6 +103,7 @@ class LaunchSetting:
     maximum: int = 2**31 - 1
     is_for_workers: bool = False
     is_for_files: bool = True
+    is_usual: bool = False
     read: Callable[[str], str] | None = None
 
     @property
@@ -115,7 +117,12 @@ class LaunchSetting:
         return env.PREFIX + self.name.upper()
 
 
-EARLIER_NAMES = {"patience": "timeout", "machine_patience": "machine_timeout"}
+EARLIER_NAMES = {
+    "patience": "timeout",
+    "machine_patience": "machine_timeout",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
+}
 """Settings' earlier names: accepted, not shown, until the next release."""
 
 DEFAULT_TIMEOUT = 600.0
@@ -166,11 +173,17 @@ class LaunchConfig:
         default="one per visible accelerator; 1 per machine without any",
         short="-n",
         minimum=1,
+        is_usual=True,
     )
-    cpu: Maybe[bool] = _setting(_HARDWARE, "Compute on the CPU even where there are accelerators.", is_for_workers=True)
+    cpu: Maybe[bool] = _setting(
+        _HARDWARE, "Compute on the CPU even where there are accelerators.", is_for_workers=True, is_usual=True
+    )
     multi_gpu: Maybe[bool] = _setting(_HARDWARE, "Insist on accelerators: refuse to start where there are none.")
     gpu_ids: Maybe[str] = _setting(
-        _HARDWARE, "Accelerators of this machine to use, such as 0,1.", default="all visible"
+        _HARDWARE,
+        "Accelerators of this machine to use, such as 0,1.",
+        default="all visible",
+        is_usual=True,
     )
     num_cpu_threads_per_process: Maybe[int] = _setting(
         _HARDWARE,
@@ -182,7 +195,11 @@ class LaunchConfig:
         _HARDWARE, "Bind each process to the cores near its accelerator (NUMA)."
     )
     mixed_precision: Maybe[str] = _setting(
-        _TRAINING, "Precision of the forward pass.", default="no", choices=PRECISIONS
+        _TRAINING,
+        "Precision of the forward pass.",
+        default="no",
+        choices=PRECISIONS,
+        is_usual=True,
     )
     dynamo_backend: Maybe[str] = _setting(
         _TRAINING, "Compile models with torch.compile and this backend.", default="no", choices=BACKENDS
@@ -197,13 +214,22 @@ class LaunchConfig:
     dynamo_use_regional_compilation: Maybe[bool] = _setting(
         _TRAINING, "Compile only a model's repeated blocks, once for all of them."
     )
-    gradient_accumulation_steps: Maybe[int] = _setting(_TRAINING, "Micro-batches per update.", default="1", minimum=1)
+    gradient_accumulation_steps: Maybe[int] = _setting(
+        _TRAINING, "Micro-batches per update.", default="1", minimum=1, is_usual=True
+    )
+    activation_checkpointing: Maybe[bool] = _setting(
+        _TRAINING, "Keep only the inputs of blocks; recompute the rest in backward.", is_usual=True
+    )
+    activation_checkpointing_offload: Maybe[bool] = _setting(
+        _TRAINING, "Also keep the inputs of these blocks in host memory."
+    )
     strategy: Maybe[str] = _setting(
         _LAYOUT,
         "How the model is split: ddp (a replica on each process), fsdp (sharded across all), hsdp[=RANKS] (shards within groups or "
         "machines, replicas of these), tp (matrices split), or terms joined by +: fsdp+tp=2. One size may be omitted. zero1, zero2, "
         "zero3, deepspeed: with DeepSpeed.",
         default="ddp",
+        is_usual=True,
         read=mesh.spelled,
     )
     fsdp_reshard_after_forward: Maybe[bool] = _setting(
@@ -230,12 +256,6 @@ class LaunchConfig:
     fsdp_min_num_params: Maybe[int] = _setting(
         _LAYOUT, "FSDP: number of parameters from which a module is gathered on its own.", minimum=1, maximum=2**62
     )
-    fsdp_activation_checkpointing: Maybe[bool] = _setting(
-        _LAYOUT, "Recompute the activations of repeated blocks in backward.", default="false", takes_value=True
-    )
-    fsdp_activation_checkpointing_offload: Maybe[bool] = _setting(
-        _LAYOUT, "Also keep the inputs of these blocks in host memory.", default="false", takes_value=True
-    )
     cp_comm_strategy: Maybe[str] = _setting(
         _LAYOUT,
         "Context parallelism: how keys and values travel in torch's ring attention.",
@@ -254,7 +274,7 @@ class LaunchConfig:
     gradient_clipping: Maybe[float] = _setting(
         _LAYOUT, "DeepSpeed: maximum norm of the gradients. With other layouts, call clip_grad_norm_.", minimum=0
     )
-    num_machines: Maybe[int] = _setting(_MACHINES, "Machines in this run.", default="1", minimum=1)
+    num_machines: Maybe[int] = _setting(_MACHINES, "Machines in this run.", default="1", minimum=1, is_usual=True)
     min_machines: Maybe[int] = _setting(
         _MACHINES,
         "With how many the run goes on after machines are lost (not machine 0); needs --max_restarts.",
@@ -288,7 +308,11 @@ class LaunchConfig:
         is_for_files=False,
     )
     max_restarts: Maybe[int] = _setting(
-        _CARE, "How often all processes are started again after a failure.", default="0", minimum=0
+        _CARE,
+        "How often all processes are started again after a failure.",
+        default="0",
+        minimum=0,
+        is_usual=True,
     )
     timeout: Maybe[float] = _setting(
         _CARE,
@@ -306,7 +330,7 @@ class LaunchConfig:
     grace: Maybe[float] = _setting(
         _CARE, "Seconds that ranks get to save in after SIGTERM or SIGUSR1 to the launcher.", default="300", minimum=1
     )
-    log_dir: Maybe[str] = _setting(_CARE, "Folder for one log file per rank and failure.json.")
+    log_dir: Maybe[str] = _setting(_CARE, "Folder for one log file per rank and failure.json.", is_usual=True)
     tee: Maybe[str] = _setting(
         _CARE,
         "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.",
@@ -317,7 +341,9 @@ class LaunchConfig:
     role: Maybe[str] = _setting(_CARE, "Word before the process number in line prefixes: [rank 0].", default="rank")
     debug: Maybe[bool] = _setting(_CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow.")
     quiet: Maybe[bool] = _setting(_CARE, "Leave the banner out.", short="-q")
-    module: Maybe[bool] = _setting(_SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False)
+    module: Maybe[bool] = _setting(
+        _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_usual=True
+    )
     no_python: Maybe[bool] = _setting(_SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False)
     run_as: Maybe[str] = _setting(
         _SCRIPT,

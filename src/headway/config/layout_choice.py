@@ -369,15 +369,13 @@ class RequestedLayout:
     def _build_checkpointing(
         self, given: ActivationCheckpointing | None, sharding: ShardingOptions
     ) -> ActivationCheckpointing | None:
-        wanted = self._decide_setting("fsdp_activation_checkpointing", UNSET if given is None else True)
-        offload = self._decide_setting(
-            "fsdp_activation_checkpointing_offload", UNSET if given is None else given.offload
-        )
+        wanted = self._decide_setting("activation_checkpointing", UNSET if given is None else True)
+        offload = self._decide_setting("activation_checkpointing_offload", UNSET if given is None else given.offload)
         if given is not None or not wanted:
             if offload and not wanted:
                 raise ConfigError(
-                    "fsdp_activation_checkpointing_offload needs activation checkpointing; add "
-                    "--fsdp_activation_checkpointing true, or remove it"
+                    "activation_checkpointing_offload needs activation checkpointing; add "
+                    "--activation_checkpointing, or remove it"
                 )
             return given if wanted else None
         names = tuple(unit for unit in sharding.units if isinstance(unit, str))

@@ -1,5 +1,6 @@
 """Compares several layouts of one run, starting with the cheapest that fits; as text, and as JSON in bytes, seconds and FLOPs."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ from headway.planning.dry_run.trial import StepDryRun, dry_run_rank, dry_run_sta
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, RankShare, outcome
 from headway.planning.table import tabulate
+
+logger = logging.getLogger(__name__)
 
 _CARD = replace(DEVICES["h100"], cublas=0)
 """Whose kernels a plan counts; the workspaces of cuBLAS are as large whatever the model."""
@@ -126,6 +129,7 @@ def compare(
     cluster = cluster or ClusterRates()
     rows = []
     for strategy in strategies:
+        logger.info("planning %s", strategy)
         try:
             found = plan_layout(strategy)
         except StateError:

@@ -17,15 +17,18 @@ ACCEPTED = {
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    "batch_size": "per_device_train_batch_size",
     "no_cuda": "use_cpu",
     "lr": "learning_rate",
     "eval_rehearsal": "eval_sanity_check",  # until the next release
 }
-"""Another spelling, and the argument that it means."""
+"""Another spelling, headway's commands' among them, and the argument that it means."""
+
+_PRECISIONS = {None: {}, "no": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+"""`mixed_precision` as the launcher has it, in transformers' arguments."""
 
 _INSTEAD = {
     "epochs": "use num_train_epochs",
-    "batch_size": "use per_device_train_batch_size and per_device_eval_batch_size",
     "adafactor": "use optim='adafactor'",
     "early_stopping_patience": "use callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] of the Trainer",
     "evaluate_during_training": "use eval_strategy='steps'",
@@ -111,6 +114,13 @@ def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[s
     """
     found: dict[str, Any] = {}
     given = {name: value for name, value in given.items() if not _asks_for_nothing(name, value)}
+    if "mixed_precision" in given:
+        word = given.pop("mixed_precision")
+        if word not in _PRECISIONS or not {"bf16", "fp16"}.isdisjoint(given):
+            raise ConfigError(
+                f"mixed_precision={word!r}; give no, bf16 or fp16, or one of the arguments bf16 and fp16 alone"
+            )
+        given |= _PRECISIONS[word]
     unknown = [name for name in given if name not in known and name not in ACCEPTED]
     if unknown:
         raise ConfigError(". ".join(_explain_unknown(name, known) for name in unknown))

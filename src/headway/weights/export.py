@@ -1,6 +1,7 @@
 """Weights as plain safetensors files: one, or shards with an index; written beside the old ones, then renamed."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
@@ -16,6 +17,8 @@ from headway.errors import CheckpointError, ConfigError
 from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of
 from headway.weights.shards import TensorSpec, is_same, raw_bytes, widest_first, write_file
+
+logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,6 +103,7 @@ def save_weights(
     )
     with ExitStack() as stack:  # no file is replaced before all are written
         for file, shard in zip(names, shards):
+            logger.info("writing %s", folder / file)
             staged = stack.enter_context(replacing(folder / file))
             part = {name: kept[name] for name in shard}
             _verify(staged, part, _write(staged, part, tied))

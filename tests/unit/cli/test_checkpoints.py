@@ -61,7 +61,7 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, folder):
 def test_merge_writes_plain_weights(tmp_path):
     save(tmp_path)
     ran = run("merge", tmp_path / "checkpoint_1", tmp_path / "out")
-    assert ran.output.strip() == str(tmp_path / "out" / "model.safetensors")
+    assert ran.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(weights["a"], TENSORS["model/0/a"])
     with pytest.raises(ConfigError, match="holds the models 0"):

@@ -273,11 +273,20 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
         "budget",
         "sequence",
         "optimizer",
-        "precision",
+        "mixed_precision",
         "attention",
         "as_json",
     }
-    others = {"folder", "arguments", "script", "calibrate", "inference", "dtype", "activation_checkpointing"}
+    others = {
+        "folder",
+        "arguments",
+        "script",
+        "calibrate",
+        "inference",
+        "dtype",
+        "activation_checkpointing",
+        "help_all",
+    }
     assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
 
 
@@ -328,5 +337,5 @@ def test_a_page_and_the_longest_sequence(run, folder, tmp_path):
 
 
 def test_training_and_running_are_told_apart(run, folder):
-    assert "add --device" in run(folder, "--precision", "bf16", code=2)
+    assert "add --device" in run(folder, "--mixed_precision", "bf16", code=2)
     assert "--dtype int8 is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)

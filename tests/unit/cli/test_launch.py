@@ -89,6 +89,13 @@ def test_the_earlier_name_of_a_flag(run):
     assert '"timeout":{"value":9.0' in run("-n", "2", "--patience", "9", "train.py").additions["HEADWAY_RUN"]
 
 
+@pytest.mark.parametrize("flag", [["--activation_checkpointing"], ["--fsdp_activation_checkpointing", "true"]])
+def test_activation_checkpointing_is_a_switch_as_in_estimate(run, monkeypatch, flag):
+    assert '"activation_checkpointing":{"value":true' in run(*flag, "train.py").additions["HEADWAY_RUN"]
+    monkeypatch.setenv("HEADWAY_FSDP_ACTIVATION_CHECKPOINTING", "true")  # its earlier name
+    assert '"activation_checkpointing":{"value":true' in run("train.py").additions["HEADWAY_RUN"]
+
+
 def test_equals_signs(run):
     assert run("--num-processes=2", "train.py").world_size == 2
 
@@ -167,10 +174,10 @@ def test_a_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch)
 
 def test_help_names_every_setting_once(capsys):
     with pytest.raises(SystemExit):
-        main.main(["launch", "--help"])
+        main.main(["launch", "--help-all"])
     shown = capsys.readouterr().out
     for parameter in launch.command.params:
-        if parameter.name not in ("script", "script_args") and not getattr(parameter, "hidden", False):
+        if parameter.name not in ("script", "script_args", "help_all") and not getattr(parameter, "hidden", False):
             assert f"--{parameter.name}" in shown.split(), parameter.name  # a long flag has a line of its own
     assert "Examples:\n  headway launch train.py" in shown
 

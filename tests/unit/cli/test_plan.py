@@ -1,6 +1,8 @@
 """`headway plan`: what it prints for real configs, and one clear error for each wrong use."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -40,6 +42,18 @@ def test_one_layout_in_full(run, folder):
         assert word in said
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_it_is_at(run, folder, monkeypatch, is_terminal):
+    reading, writing = os.openpty() if is_terminal else os.pipe()
+    with os.fdopen(writing, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        run(folder, "--ranks", 4, "--strategy", "ddp", "--strategy", "fsdp")
+    shown = os.read(reading, 4096).decode()
+    os.close(reading)
+    begin, end, last = ("\r\x1b[K", "", "\r\x1b[K") if is_terminal else ("", "\n", "")
+    assert shown == f"{begin}planning ddp{end}{begin}planning fsdp{end}{last}"  # one line that changes, or one each
+
+
 def test_json(run, folder):
     told = json.loads(run(folder, "--ranks", 8, "--strategy", "fsdp", "--strategy", "hsdp=3", "--json"))
     good, bad = told["layouts"]
@@ -60,7 +74,9 @@ def test_images(run):
 
 
 def test_a_function_with_a_step(run):
-    said = run("tests.unit.planning.models:chain_and_step", "--ranks", 4, "--strategy", "fsdp", "--precision", "no")
+    said = run(
+        "tests.unit.planning.models:chain_and_step", "--ranks", 4, "--strategy", "fsdp", "--precision", "no"
+    )  # its earlier name
     assert "Chain: 1,728 parameters" in said
     assert "reduce_scatter" in said
 

@@ -257,15 +257,15 @@ def test_activation_checkpointing(launched):
         activation_checkpointing=True, activation_checkpointing_offload=True, transformer_cls_names_to_wrap=["Block"]
     )
     assert decide(fsdp=plugin).options.checkpointing == ActivationCheckpointing(offload=True, blocks=("Block",))
-    launched(fsdp_activation_checkpointing=True)  # with any layout
+    launched(activation_checkpointing=True)  # with any layout
     assert decide().options.checkpointing == ActivationCheckpointing()
     mine = ActivationCheckpointing(every=2)
     assert decide(options=EngineOptions(checkpointing=mine)).options.checkpointing == mine
-    launched(fsdp_activation_checkpointing=False)
-    with pytest.raises(ConfigError, match="--fsdp_activation_checkpointing"):
+    launched(activation_checkpointing=False)
+    with pytest.raises(ConfigError, match="--activation_checkpointing"):
         decide(options=EngineOptions(checkpointing=mine))
-    launched(fsdp_activation_checkpointing_offload=True)
-    with pytest.raises(ConfigError, match="add --fsdp_activation_checkpointing true"):
+    launched(activation_checkpointing_offload=True)
+    with pytest.raises(ConfigError, match="add --activation_checkpointing"):
         decide()
 
 

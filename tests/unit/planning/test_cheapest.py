@@ -163,12 +163,12 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     def run(*more):
         return CliRunner().invoke(command, [str(tmp_path), "--device", "t4", "--global_batch_size", "4", *more])
 
-    told = run("--attention", "eager", "--precision", "fp16")
+    told = run("--attention", "eager", "--mixed_precision", "fp16")
     assert told.exit_code == 0, told.output
     lines = [line for line in told.output.splitlines() if line.startswith("fits")]
     assert len(lines) == 2
     assert all("fp16" in line and "eager" in line for line in lines)
-    narrow = run("--json", "--activation_checkpointing", "--precision", "no", "--budget", "100MiB")
+    narrow = run("--json", "--activation_checkpointing", "--mixed_precision", "no", "--budget", "100MiB")
     assert narrow.exit_code == 1
     found = json.loads(narrow.stdout)
     assert [(row["micro_batch"], row["fits"], row["recompute"]) for row in found] == [(1, False, True)]

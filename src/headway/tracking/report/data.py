@@ -223,7 +223,7 @@ class RunData:
 
 
 def find_log(path: Path) -> Path:
-    """The log that `path` means: the file itself, or `log.jsonl` in the folder.
+    """The log that `path` means: the file itself, `log.jsonl` in the folder, or the only one up to three folders below.
 
     Raises:
         ConfigError: there is none; the message says what was looked for and what lies there.
@@ -239,6 +239,8 @@ def find_log(path: Path) -> Path:
             f"in {near} there are {_list_names(near)}"
         )
     below = sorted(str(found.parent) for depth in ("*", "*/*", "*/*/*") for found in path.glob(f"{depth}/{FILE}"))
+    if len(below) == 1:
+        return Path(below[0]) / FILE
     if below:
         named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
         raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")

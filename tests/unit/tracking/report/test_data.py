@@ -130,6 +130,8 @@ def test_a_wrong_path_says_what_was_looked_for_and_what_lies_there(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a run: looked for .*log\.jsonl.*there are notes\.txt"):
         load([tmp_path])
     lively(tmp_path / "deep" / "run", steps=5)
+    assert load([tmp_path])[0].path == (tmp_path / "deep" / "run" / "log.jsonl").resolve()  # the only one
+    lively(tmp_path / "other", steps=5)
     with pytest.raises(ConfigError, match=r"folders below it do: headway report .*deep.run"):
         load([tmp_path])
     (tmp_path / "empty").mkdir()

@@ -3,7 +3,7 @@
 from headway.compat.accelerate.launching.layout_words import explain_key
 from headway.errors import ConfigError
 
-_SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help` for its options"
+_SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help-all` for its options"
 _DEEPSPEED = "DeepSpeed is a strategy: --strategy zero2, with --deepspeed_config_file where it has a JSON"
 _MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"

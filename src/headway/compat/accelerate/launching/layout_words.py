@@ -195,8 +195,8 @@ _READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "auto_wrap_policy": _read_policy,
     "transformer_layer_cls_to_wrap": _read_classes,
     "min_num_params": _read_min_params,
-    "activation_checkpointing": partial(_read_truth, "fsdp_activation_checkpointing"),
-    "activation_checkpointing_offload": partial(_read_truth, "fsdp_activation_checkpointing_offload"),
+    "activation_checkpointing": partial(_read_truth, "activation_checkpointing"),
+    "activation_checkpointing_offload": partial(_read_truth, "activation_checkpointing_offload"),
     "state_dict_type": _read_state_dict,
     "backward_prefetch": _read_prefetch,
     "mixed_precision_policy": _read_precision,
@@ -233,7 +233,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         request.refuse(
             key,
             "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
-            "(--fsdp_activation_checkpointing true), or use tensor parallelism's own (docs/tensor_parallel.md)",
+            "(--activation_checkpointing), or use tensor parallelism's own (docs/tensor_parallel.md)",
         )
     elif name in _AXES:
         request.set_size(_AXES[name], _number(value, key, 1), key)

@@ -157,7 +157,7 @@ def test_every_key_of_sharding_is_told():
     assert told["together"] == "strategy: 'fsdp'"
     assert told["fsdp_config.fsdp_use_orig_params"].startswith("not needed: ")
     assert made.config == LaunchConfig(
-        strategy="fsdp", fsdp_reshard_after_forward=False, fsdp_offload_params=False, fsdp_activation_checkpointing=True,
+        strategy="fsdp", fsdp_reshard_after_forward=False, fsdp_offload_params=False, activation_checkpointing=True,
         fsdp_auto_wrap_policy="transformer_based_wrap", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer,LlamaMLP",
     )  # fmt: skip
 

@@ -74,8 +74,8 @@ def test_no_flag_of_the_peers_launcher_is_forgotten():
         ("transformer_cls_names_to_wrap", ["A", "B"], {"fsdp_transformer_layer_cls_to_wrap": "A,B"}),
         ("transformer_layer_cls_to_wrap", "A, B", {"fsdp_transformer_layer_cls_to_wrap": "A,B"}),
         ("min_num_params", "2000", {"fsdp_min_num_params": 2000}),
-        ("activation_checkpointing", "true", {"fsdp_activation_checkpointing": True}),
-        ("activation_checkpointing_offload", False, {"fsdp_activation_checkpointing_offload": False}),
+        ("activation_checkpointing", "true", {"activation_checkpointing": True}),
+        ("activation_checkpointing_offload", False, {"activation_checkpointing_offload": False}),
     ],
 )
 def test_what_is_served(name, value, wanted):

@@ -1,0 +1,30 @@
+"""`headway completion`: the script by which a shell completes commands, flags and their words."""
+
+import click
+from click.shell_completion import get_completion_class
+
+from headway.cli.options import GroupedCommand, examples
+
+_ABOUT = "Print the script that lets SHELL complete the commands and flags of headway by the tab key."
+
+_EPILOG = examples(
+    "source <(headway completion bash)                                   in ~/.bashrc",
+    "source <(headway completion zsh)                                    in ~/.zshrc",
+    "headway completion fish > ~/.config/fish/completions/headway.fish   once",
+)
+
+
+def _completion(shell: str) -> None:
+    script = get_completion_class(shell)
+    assert script is not None  # one of click's own
+    group = click.get_current_context().find_root().command
+    click.echo(script(group, {}, "headway", "_HEADWAY_COMPLETE").source())
+
+
+command = GroupedCommand(
+    "completion",
+    callback=_completion,
+    params=[click.Argument(["shell"], metavar="bash|zsh|fish", type=click.Choice(("bash", "zsh", "fish")))],
+    help=_ABOUT,
+    epilog=_EPILOG,
+)
