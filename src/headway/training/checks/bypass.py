@@ -20,6 +20,7 @@ import gc
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.data import RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -81,7 +82,7 @@ class BypassDetector:
                     "prepared its model, and call step() on what prepare() returned"
                 )
         num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
-        if num_ranks == 1:
+        if num_ranks == 1 or any(map(is_fake, parameters)):  # a forecast's optimizer trains nothing
             return
         self.look_for_loader(steps[-1])
         if preparer is not None:
@@ -113,14 +114,13 @@ class BypassDetector:
         self._num_looks += 1
         found = next((obj for obj in gc.get_objects() if _reads_everything(obj, count)), None)
         if found is not None:
-            dataset = found._dataset
             log.warning_once(
                 "batches come from a DataLoader of %s that is not prepared: each of the %d processes reads all of its %d samples, "
                 "so every sample is trained on and gathered %d times. Pass the loader to accelerator.prepare(). If each process "
                 "has data of its own, silence this with %s",
-                type(dataset).__name__,
+                type(found._dataset).__name__,
                 count,
-                len(dataset),
+                len(found._dataset),
                 count,
                 _SILENCE,
             )

@@ -1,0 +1,436 @@
+"""A small language model, from text to reinforcement learning: tokenizer, pretraining, LoRA fine-tuning, GRPO, samples.
+
+    headway launch --cpu -n 2 examples/recipe/recipe.py --quick      a minute, to see that it works
+    headway launch --cpu -n 2 examples/recipe/recipe.py              twenty minutes on two CPU cores
+    headway launch -n 8 examples/recipe/recipe.py                    the same on eight GPUs
+
+The text is on your machine already: the source of Python's standard library, and the language reference that `help()`
+prints. The model learns to continue both, then to write a function's header for a comment, then to write headers that
+Python can parse and that are named after the comment. Kill it when you like and start it again: each stage resumes from
+its last checkpoint, and the result is the same bit for bit. It ends with the page runs/recipe/report.html.
+"""
+
+import argparse
+import ast
+import hashlib
+import math
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from headway import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed, track
+from headway.tracking.report import html_page, load
+
+STAGES = ("pretraining", "finetuning", "reinforcement")
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+END = 0  # the token that ends a text, and fills up rows
+Pair = tuple[list[int], list[int]]  # the tokens of a prompt and of its answer
+Loss = Callable[[nn.Module, Tensor], tuple[Tensor, int]]  # of a model and a batch: a sum, and over how many items it is
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def read_texts(max_bytes: int) -> dict[tuple[str, str], list[str]]:
+    """Texts by ("train" or "held_out", "code" or "prose"). The hash of a text decides where it is; one in ten is held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
+    found = {}
+    for source, texts in ("code", {path.read_text(errors="replace") for path in paths}), ("prose", {*topics.values()}):
+        hashed = sorted((hashlib.sha256(text.encode()).digest(), text) for text in texts)
+        for part in ("train", "held_out"):
+            own = [text for digest, text in hashed if (digest[-1] < 26) == (part == "held_out")]
+            found[part, source] = [t for t, size in zip(own, accumulate(map(len, own))) if size < max_bytes] or own[:1]
+    return found
+
+
+def train_tokenizer(texts: list[str], num_tokens: int, path: Path) -> None:
+    """Byte-level BPE, learned from the training text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": ["<|end|>"], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=num_tokens, **options))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(f"{path}.part")
+    Path(f"{path}.part").rename(path)  # a tokenizer that exists is complete
+
+
+def functions(texts: list[str], tokenizer: Tokenizer) -> list[Pair]:
+    """("# what it does", "def its_header(...):") for every documented function."""
+    pairs = []
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                header = ast.unparse(ast.FunctionDef(node.name, node.args, [ast.Pass()], [], None, lineno=1))
+                prompt = tokenizer.encode(f"# {doc.splitlines()[0]}\n").ids
+                answer = tokenizer.encode(header.removesuffix("\n    pass")).ids + [END]
+                if len(prompt) + len(answer) < 64:
+                    pairs.append((prompt, answer))
+    return pairs
+
+
+class Mixture(Dataset):
+    """Random windows of several streams of tokens, int64[length + 1], drawn by weight.
+
+    A row depends only on (seed, index), so a resumed run reads nothing twice.
+    """
+
+    def __init__(self, streams: list[Tensor], weights: list[float], num_rows: int, length: int, seed: int) -> None:
+        self.streams, self.weights, self.num_rows, self.length, self.seed = streams, weights, num_rows, length, seed
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Tensor:
+        draw = random.Random(f"{self.seed} {index}")
+        (stream,) = draw.choices(self.streams, self.weights)
+        start = draw.randrange(len(stream) - self.length)
+        return stream[start : start + self.length + 1]
+
+
+def collate(pairs: list[Pair]) -> Tensor:
+    """int64[2, rows, length]: tokens of prompts and answers, filled up on the right; and 1 where they belong to answers."""
+    rows = [torch.tensor([prompt + answer, [0] * len(prompt) + [1] * len(answer)]).T for prompt, answer in pairs]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True).movedim(2, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each on normalised inputs and added to the residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads = width // 32
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """int64[batch, length] tokens -> float32[batch, length, num_tokens] logits of the next token."""
+
+    def __init__(self, num_tokens: int, width: int, num_layers: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(num_tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, num_tokens, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.5)
+        nn.init.normal_(self.places.weight, std=0.1)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places)))).float()
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer plus the product of two thin ones, which starts at zero (Hu et al. 2021)."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 16) -> None:
+        super().__init__()
+        self.linear = linear
+        self.a, self.b = (
+            nn.Linear(linear.in_features, rank, bias=False),
+            nn.Linear(rank, linear.out_features, bias=False),
+        )
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 2 * self.b(self.a(x))
+
+    def merged(self) -> nn.Linear:
+        self.linear.weight.data += 2 * self.b.weight.data @ self.a.weight.data
+        return self.linear
+
+
+def exchange(model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Put `make(layer)` in place of each layer of that kind in the model's blocks."""
+    for block in model.blocks:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, kind):
+                setattr(block, name, make(layer))
+    return model
+
+
+@torch.no_grad()
+def write(model: nn.Module, prompts: list[list[int]], num_new: int = 32, temperature: float = 1.0) -> list[list[int]]:
+    """An answer to each prompt, with its END. Shorter rows are filled up on the right, where attention does not look."""
+    device = next(model.parameters()).device
+    rows = collate([(prompt, [END] * num_new) for prompt in prompts])[:, 0].to(device)
+    at = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    every, is_done = torch.arange(len(rows), device=device), torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for _ in range(num_new):
+        chances = (model(rows[:, : int(at.max())])[every, at - 1] / temperature).softmax(-1)
+        rows[every, at] = torch.multinomial(chances, 1)[:, 0].masked_fill(is_done, END)
+        is_done |= rows[every, at] == END
+        at += 1
+    answers = [row[len(prompt) :][:num_new] for row, prompt in zip(rows.tolist(), prompts)]
+    return [answer[: answer.index(END) + 1] if END in answer else answer for answer in answers]
+
+
+# ---------------------------------------------------------------------------------------------------------- losses
+
+
+def token_losses(model: nn.Module, rows: Tensor) -> Tensor:
+    """float32[rows, length - 1]: minus the log of each next token's chance."""
+    return F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+def text_loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+    return token_losses(model, rows).sum(), rows[:, 1:].numel()
+
+
+def answer_loss(model: nn.Module, pairs: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, int]:
+    rows, is_answer = pairs.unbind(1)
+    return (token_losses(model, rows) * is_answer[:, 1:] * weights).sum(), int(is_answer.sum())
+
+
+def reward(prompt: str, answer: str) -> float:
+    """1: a header that Python parses, whose name holds a word of the comment; 0.5: one that only parses; 0: anything else."""
+    try:
+        (node,) = ast.parse(answer + "\n    pass").body
+    except (SyntaxError, ValueError):
+        return 0.0
+    if not isinstance(node, ast.FunctionDef) or len(node.body) > 1:
+        return 0.0
+    words, parts = (set(re.findall("[a-z]{3,}", text.lower())) for text in (prompt, node.name))
+    return 1.0 if words & parts else 0.5
+
+
+class Rewards:
+    """Answers that the model writes, and what they are worth."""
+
+    def __init__(self, tokenizer: Tokenizer, group: int) -> None:
+        self.tokenizer, self.group = tokenizer, group
+
+    def draw(self, model: nn.Module, prompts: list[list[int]]) -> tuple[list[Pair], Tensor]:
+        pairs = list(zip(prompts, write(model, prompts)))
+        return pairs, torch.tensor([reward(*map(self.tokenizer.decode, pair)) for pair in pairs])
+
+    def measure(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
+        return self.draw(model, prompts)[1].sum(), len(prompts)
+
+    def loss(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
+        """GRPO (Shao et al. 2024) with one update a group, so without a ratio to clip, and without a penalty.
+
+        An answer's advantage is its reward less its group's mean, not divided by the group's deviation (Liu et al. 2025).
+        """
+        pairs, rewards = self.draw(model, [prompt for prompt in prompts for _ in range(self.group)])
+        groups = rewards.view(-1, self.group)
+        device = next(model.parameters()).device
+        advantages = (groups - groups.mean(1, keepdim=True)).view(-1, 1).to(device)
+        return answer_loss(model, collate(pairs).to(device), advantages)
+
+
+# ---------------------------------------------------------------------------------------------------------- stages
+
+
+class Recipe:
+    """The text, the tokenizer and the three stages. Each stage is a run of its own, with its checkpoints and its log."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.texts, self.accelerator = args, read_texts(args.max_bytes), Accelerator()
+        path = args.out / "tokenizer.json"
+        with self.accelerator.main_process_first():
+            if not path.exists():
+                train_tokenizer(self.texts["train", "code"] + self.texts["train", "prose"], args.tokens, path)
+        self.tokenizer = Tokenizer.from_file(str(path))
+        self.training, self.held_out = (
+            functions(self.texts[part, "code"], self.tokenizer) for part in ("train", "held_out")
+        )
+
+    def model(self, stage: str | None = None) -> GPT:
+        model = GPT(self.args.tokens, self.args.width, self.args.layers, self.args.length)
+        if stage:
+            model.load_state_dict(load_file(self.args.out / stage / "model.safetensors"))
+        return model
+
+    def pretrain(self) -> GPT:
+        args, streams, tests = self.args, {}, {}
+        for (part, source), texts in self.texts.items():
+            tokens = [token for code in self.tokenizer.encode_batch(texts) for token in [*code.ids, END]]
+            streams[part, source] = torch.tensor(tokens)
+            if part == "held_out":
+                bits = (
+                    len(tokens) / sum(len(text.encode()) for text in texts) / math.log(2)
+                )  # per byte, from nats per token
+                rows = streams[part, source].unfold(0, args.length + 1, args.length)[: 4 * args.batch]
+                tests[f"eval_{source}_bits_per_byte"] = rows, text_loss, bits
+        sources = [streams["train", source] for source in ("code", "prose")]
+        mixture = Mixture(sources, [0.8, 0.2], args.steps * args.batch, args.length, args.seed)
+        model, rows = self.model(), mixture[0].expand(args.batch // self.accelerator.num_processes, -1)
+        forecast = self.accelerator.forecast(
+            model, rows, optimizer=torch.optim.AdamW(model.parameters()),
+            forward=lambda model, rows: text_loss(model, rows)[0], largest=False,
+        )  # fmt: skip
+        self.accelerator.print(
+            f"{sum(map(len, sources)):,} tokens of text; each process will take {forecast.total / 2**20:.0f} MiB"
+        )
+        return self.train("pretraining", model, mixture, text_loss, args.rate, tests)
+
+    def finetune(self) -> GPT:
+        model = exchange(self.model("pretraining").requires_grad_(False), nn.Linear, LoRA)
+        pairs = (self.training * self.args.epochs)[: -(len(self.training) % self.args.batch)]
+        tests = {"eval_answer_loss": (self.held_out[: 4 * self.args.batch], answer_loss, 1.0)}
+        model = self.train("finetuning", model, pairs, answer_loss, self.args.rate, tests, collate)
+        return exchange(model, LoRA, LoRA.merged)
+
+    def reinforce(self) -> GPT:
+        rewards, draw = Rewards(self.tokenizer, self.args.group), random.Random(self.args.seed)
+        prompts = [draw.choice(self.training)[0] for _ in range(self.args.grpo_steps * self.args.batch // 4)]
+        tests = {"eval_reward": ([prompt for prompt, _ in self.held_out[: 4 * self.args.batch]], rewards.measure, 1.0)}
+        model = self.model("finetuning")
+        return self.train(
+            "reinforcement",
+            model,
+            prompts,
+            rewards.loss,
+            self.args.rate / 20,
+            tests,
+            list,
+            batch_size=self.args.batch // 4,
+        )
+
+    def begin(self, stage: str) -> Accelerator:
+        args = self.args
+        accelerator = Accelerator(
+            log_with=args.tracker,
+            scheduler_ticks="updates",
+            dataloader_config=DataLoaderConfiguration(split_batches=True, data_seed=args.seed),
+            project_config=ProjectConfiguration(
+                args.out / stage, logging_dir=args.out, automatic_checkpoint_naming=True, total_limit=2
+            ),
+        )
+        accelerator.init_trackers(stage, config={**vars(args), "out": str(args.out)})
+        return accelerator
+
+    def train(
+        self, stage: str, model: nn.Module, data: Dataset, loss_of: Loss, rate: float,
+        tests: dict[str, tuple[Sequence, Loss, float]], collate: Callable | None = None, batch_size: int | None = None,
+    ) -> nn.Module:  # fmt: skip
+        """One pass over the data. A stage that was killed continues from its last checkpoint, at the very next batch."""
+        args = self.args
+        accelerator = self.begin(stage)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
+        loader = DataLoader(data, batch_size or args.batch, shuffle=True, collate_fn=collate)
+        num_updates = len(loader)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda update: min(1.0, (update + 1) / (num_updates / 20), 1.02 - update / num_updates)
+        )
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        loaders = {
+            name: accelerator.prepare(DataLoader(rows, args.batch, collate_fn=collate))
+            for name, (rows, *_) in tests.items()
+        }
+
+        @torch.no_grad()
+        def evaluate() -> None:
+            for name, (_, measure, scale) in tests.items():
+                total = count = 0.0
+                for batch in loaders[name]:
+                    if num_valid := loaders[name].num_valid:  # the other rows only fill up the last round
+                        with accelerator.autocast():
+                            value, weight = measure(model, batch[:num_valid])
+                        total, count = total + value.item(), count + weight
+                accelerator.log({name: accelerator.reduce_mean(total, count) * scale})
+
+        restored = accelerator.resume("latest")
+        accelerator.print(
+            restored or f"{stage}: {num_updates} updates of {sum(p.numel() for p in trained):,} parameters"
+        )
+        if not restored:
+            evaluate()
+        for _ in accelerator.epochs(1):
+            for batch in track(loader, description=stage):
+                with accelerator.accumulate(model):
+                    with accelerator.autocast():
+                        loss, weight = loss_of(model, batch)
+                    # A sum and the number of tokens: all tokens of an update count alike, whichever rank has them.
+                    accelerator.backward(loss, weight=weight, reduction="sum")
+                    norm = accelerator.clip_grad_norm_(trained, 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                accelerator.throughput.add(tokens=weight)
+                if accelerator.num_updates % args.log_every == 0:
+                    values = {"loss": accelerator.reduce_mean(loss.item(), weight), "grad_norm": norm}
+                    rates = {"learning_rate": scheduler.get_last_lr()[0], **accelerator.throughput.values()}
+                    accelerator.log(values | rates)
+                if accelerator.num_updates % max(2, num_updates // 8) == 0:
+                    evaluate()
+                    accelerator.save_state(blocking=False)
+        accelerator.wait_for_save()
+        accelerator.end_trackers()
+        accelerator.stop_watching()
+        return accelerator.unwrap_model(model)
+
+    def show(self) -> None:
+        """Headers for comments that the model has never seen, the measures, and the page of all stages."""
+        prompts = [prompt for prompt, _ in self.held_out[:: max(1, len(self.held_out) // 8)]]
+        for pair in zip(prompts, write(self.model("reinforcement"), prompts, temperature=0.5)):
+            print(*map(self.tokenizer.decode, pair), "\n", sep="")
+        runs = load([self.args.out / stage for stage in STAGES])
+        for run in runs:
+            for name in sorted(name for name in run.series if name.startswith("eval_")):
+                print(f"{name.removeprefix('eval_')}: {run.series[name][0]} -> {run.series[name][-1]}")
+        (self.args.out / "report.html").write_text(html_page(runs), encoding="utf-8")
+        print(f"every stage on one page: {self.args.out / 'report.html'}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(tokens=2048, group=8, max_bytes=10**9, log_every=5, seed=0)
+    parser.add_argument("--quick", action="store_true", help="everything tiny, whatever sizes are given")
+    parser.add_argument("--width", type=int, default=192, help="of the model, a multiple of 32")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=32, help="rows of an update, over all processes")
+    parser.add_argument("--steps", type=int, default=500, help="updates of pretraining")
+    parser.add_argument("--epochs", type=int, default=3, help="of fine-tuning")
+    parser.add_argument("--grpo-steps", type=int, default=80, help="updates of reinforcement learning")
+    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate of pretraining")
+    parser.add_argument("--tracker", help="beside the run's log: tensorboard, wandb, mlflow ...")
+    parser.add_argument("--out", type=Path, default=Path("runs/recipe"))
+    args = parser.parse_args()
+    if args.quick:
+        small = {"tokens": 512, "width": 64, "layers": 2, "length": 128, "batch": 8, "steps": 24, "epochs": 1}
+        vars(args).update(small, grpo_steps=8, max_bytes=300_000)
+    return args
+
+
+def main() -> None:
+    recipe = Recipe(parse_args())
+    for stage, run in zip(STAGES, (recipe.pretrain, recipe.finetune, recipe.reinforce)):
+        if not (recipe.args.out / stage / "model.safetensors").exists():  # else it was finished before
+            set_seed(recipe.args.seed)
+            recipe.accelerator.save_model(run(), recipe.args.out / stage)
+    if recipe.accelerator.is_main_process:
+        recipe.show()
+    recipe.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
