@@ -71,7 +71,7 @@ class Device:
 
 MARGIN = 0.02
 """Of what the allocator takes: what may come on top, such as workspaces that no table knows. Assumed."""
-LEAST_MARGIN = 128 * MIB
+LEAST_MARGIN = 192 * MIB
 _NEAR = 0.05
 """Drivers report a little less memory, or more, than a product has by its name."""
 
