@@ -22,8 +22,10 @@ OWNERS = {
     "events": "data/loader.py", "moments": "training/hooks.py",
 }  # fmt: skip
 """{how an object is called where it is used: the file that may set its attributes}."""
-SETTABLE = {("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps")}
-"""Properties with a setter of their own."""
+SETTABLE = {
+    ("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps"), ("model", "loss_function"),
+}  # fmt: skip
+"""Properties with a setter of their own; the last one is transformers'."""
 ROOMS = ("training/", "replay/", "throughput/", "data/", "strategies/", "precision/", "resume/", "accelerator.py")
 
 

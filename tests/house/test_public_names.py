@@ -23,7 +23,7 @@ NAMES = [
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
     "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",
-    "cheapest", "check_device_map", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes",
+    "cheapest", "check_device_map", "chunk_loss", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes",
     "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "dtype_byte_size", "errors",
     "extract_submodules_state_dict", "find_batch_size", "find_executable_batch_size", "find_tied_parameters", "forecast",
     "get_balanced_memory", "get_logger", "get_max_layer_size", "get_max_memory", "has_offloaded_params",

@@ -180,7 +180,13 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
 
 def scratch(device: Device) -> dict[str, Sizes]:
     """Bytes that a device's kernels ask torch's allocator for while they run, by operation."""
-    return SCRATCH_OF_CUDA | of_sums(device.processors, device.threads) if device.is_cuda else SCRATCH_OF_CPU
+    own = SCRATCH_OF_CUDA | of_sums(device.processors, device.threads) if device.is_cuda else SCRATCH_OF_CPU
+    return own | {"torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits_of_a_chunk}
+
+
+def _logits_of_a_chunk(args: tuple[Any, ...]) -> list[int]:
+    tokens, weight, chunk = args[0], args[1], args[6]
+    return [min(len(tokens), chunk) * len(weight) * 4]
 
 
 OVERSIZED: dict[str, Sizes] = {

@@ -1,0 +1,73 @@
+"""A language model whose loss is computed in chunks, on real ranks, beside plain PyTorch with whole logits."""
+
+import pytest
+import torch
+
+from headway import Accelerator, chunk_loss
+from headway.errors import UnsupportedError
+from tests.distributed.ranks import run_ranks
+
+pytest.importorskip("transformers")
+if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+    pytest.skip("torch 2.13 brings linear_cross_entropy", allow_module_level=True)
+
+
+def build():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=101, use_cache=False)).train()
+
+
+def tokens(step, rank):
+    return torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(strategy):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = chunk_loss(build())
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for step in range(4):
+        ids = tokens(step, accelerator.process_index)
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, accelerator.get_state_dict(model)
+
+
+def by_hand():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(4):
+        loss = sum(model(input_ids=tokens(step, rank), labels=tokens(step, rank)).loss for rank in range(2)) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_train_as_one_process_with_whole_logits(strategy):
+    expected, weights = by_hand()
+    for losses, state in run_ranks(train, 2, strategy)[:1]:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert state.keys() == weights.keys()
+        for name, value in state.items():
+            assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
+
+
+def refused():
+    accelerator = Accelerator(cpu=True, strategy="tp")
+    model = accelerator.prepare(chunk_loss(build()))
+    with pytest.raises(UnsupportedError, match="leave chunk_loss out"):
+        model(input_ids=tokens(0, 0), labels=tokens(0, 0))
+
+
+def test_a_head_that_is_cut_is_refused():
+    run_ranks(refused, 2)
