@@ -72,6 +72,7 @@ _BY_PLACE = {
     "headway.training.transforms.chunked_loss": "chunk_loss",
     "headway.training.transforms.compiling": "compile_regions",
     "headway.training.local_sgd": "LocalSGD",
+    "headway.weights.channel": "WeightChannel",
 }
 _PLACES = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
 

@@ -142,5 +142,6 @@ from headway.training.local_sgd import LocalSGD as LocalSGD
 from headway.training.transforms.chunked_loss import chunk_loss as chunk_loss
 from headway.training.transforms.compiling import compile_regions as compile_regions
 from headway.version import __version__ as __version__
+from headway.weights.channel import WeightChannel as WeightChannel
 
 def __getattr__(name: str) -> Any: ...

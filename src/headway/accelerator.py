@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from headway.forecasting.tracing.step import Loop, Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.training import forecast as forecasts
-    from headway.training import throughput
+    from headway.training import throughput, weight_stream
     from headway.training.checks import finite
     from headway.training.replay import step as replay
     from headway.training.transforms import activation_checkpointing as recompute
@@ -103,6 +103,7 @@ else:
     recompute = Later("headway.training.transforms.activation_checkpointing")
     replay = Later("headway.training.replay.step")
     throughput = Later("headway.training.throughput")
+    weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
     forecasts = Later("headway.training.forecast")
 
@@ -1080,6 +1081,27 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return self._whole_weights.state_dict(bare)
+
+    def stream_weights(self, model: torch.nn.Module, bucket_size: int | str = "64MiB") -> "weight_stream.WeightStream":
+        """The model's weights, for an engine that generates: buckets of (name, whole tensor) on rank 0; every rank iterates.
+
+        Names and values are those that `save_model` writes, one of each tied pair. Rank 0 holds one bucket, and one tensor that is
+        being put together; a bucket is emptied when the next one is asked for. The other ranks see the same names, with
+        tensors that have no memory. A rank that breaks off, for an error of its receiver, say, makes it an error on all.
+
+        Args:
+            model: prepared or not.
+            bucket_size: the most bytes at once, or text; a larger tensor comes alone.
+
+        Returns:
+            An iterable, for one pass; its `metadata` says what will come: (name, name of the dtype, shape) of each tensor.
+
+        Raises:
+            UnsupportedError: the model is sharded, and only some ranks make the call.
+            ConfigError: the state dict holds something besides tensors.
+        """
+        tensors = self._whole_weights.export(self.unwrap_model(model, keep_torch_compile=False), "stream_weights")
+        return weight_stream.WeightStream(tensors.items(), bucket_size, self.collectives)
 
     def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
         """Fill a model from pretrained weights; each rank reads its own part, once, and no rank holds more. Every rank calls it.

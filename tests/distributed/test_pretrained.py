@@ -27,11 +27,11 @@ def mixtral() -> nn.Module:
     )
 
 
-def pairs_of_heads(tied: bool) -> nn.Module:
+def pairs_of_heads(tied: bool, **others: int) -> nn.Module:
     """A Llama whose attention two ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | others
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, use_cache=False, **sizes))
 
 

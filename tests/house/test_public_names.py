@@ -20,7 +20,8 @@ NAMES = [
     "LongestSequence", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "TensorParallelOptions",
-    "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
+    "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook",
+    "WeightChannel", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
     "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",
     "cheapest", "check_device_map", "chunk_loss", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes",
@@ -48,8 +49,8 @@ MEMBERS = """
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile project_configuration project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
-    skip_first_batches split_batches split_between_processes start_watching stop_watching sync_gradients unscale_gradients
-    throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
+    skip_first_batches split_batches split_between_processes start_watching stop_watching stream_weights
+    sync_gradients unscale_gradients throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
     dataloader_config scaler trigger_sync_in_backward use_stateful_dataloader
 """
 

@@ -92,6 +92,8 @@ class ProjectConfiguration(KwargsHandler):
         iteration: the number of the first one.
         keep_best: "max" or "min": the checkpoint with the highest or lowest `metric` stays beside them.
         save_on_each_node: accepted for the name's sake: whether machines share the folder is found out.
+        save_frozen: False: checkpoints hold a digest of each frozen weight instead of its values, as beside adapters; a resumed run
+            must build its models on the same base.
     """
 
     project_dir: str | Path | None = None
@@ -101,6 +103,7 @@ class ProjectConfiguration(KwargsHandler):
     iteration: int = 0
     keep_best: str | None = None
     save_on_each_node: bool = False
+    save_frozen: bool = True
 
     def __post_init__(self) -> None:
         limit = self.total_limit

@@ -214,11 +214,8 @@ class WholeWeights:
             UnsupportedError: as for `state_dict`.
             ConfigError: the state dict holds something besides tensors, and safetensors is wanted.
         """
-        self._begin(model, "save_model")
         everyone = self._strategy.everyone
-        tensors = dict(self._strategy.export_state(model))
-        if is_safe:
-            _refuse_objects(tensors)
+        tensors = self.export(model, "save_model", is_safe)
         attended = self._runtime.scope.own(Attendance).who_comes("save_model")
         if is_safe and any(map(is_spread, tensors.values())):
             save_gathered(tensors.items(), folder, max_shard_size, everyone)
@@ -228,6 +225,14 @@ class WholeWeights:
                 save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
         if not attended.elsewhere:
             everyone.barrier()
+
+    def export(self, model: torch.nn.Module, call: str, is_safe: bool = True) -> dict[str, Any]:
+        """The model's tensors, of sharded ones this rank's parts; with `is_safe` nothing else."""
+        self._begin(model, call)
+        tensors = dict(self._strategy.export_state(model))
+        if is_safe:
+            _refuse_objects(tensors)
+        return tensors
 
     def _begin(self, model: torch.nn.Module, call: str) -> None:
         if not self._strategy.capabilities.lone_forward:
@@ -241,5 +246,5 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
         if not (isinstance(value, torch.Tensor) or is_spread(value)):
             raise ConfigError(
                 f"{name} of the model's state dict is a {type(value).__name__}, and safetensors files hold tensors only: pass "
-                "safe_serialization=False, or use save_state(), which saves the state that get_extra_state() returns"
+                "safe_serialization=False to save_model(), or use save_state(), which saves the state that get_extra_state() returns"
             )

@@ -218,7 +218,7 @@ class Checkpoints:
         folder = place.folder_for(output_dir)
         if not is_alone and not place.is_automatic:
             folder = run.saver.agree_on(folder)
-        collected, about = run.collect(before, is_alone)
+        collected, about = run.collect(before, is_alone, place.project.save_frozen)
         about |= {"name": folder.name, "iteration": place.iteration, "metric": metric}
         policy = SavePolicy(
             place.project.total_limit if place.is_automatic else None,

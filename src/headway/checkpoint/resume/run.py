@@ -16,6 +16,7 @@ from headway.checkpoint.loading.model import LoadRollback
 from headway.checkpoint.loading.restoring import restore
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
 from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
+from headway.checkpoint.resume.frozen import FrozenWeights
 from headway.checkpoint.resume.local import LocalState
 from headway.checkpoint.resume.positions import (
     Changed,
@@ -90,6 +91,7 @@ class RunState:
         self._batch = GlobalBatch(preparation.loaders, self.windows)
         self._positions = LoaderPositions(preparation.loaders, collectives)
         self._schedules = Schedules(preparation)
+        self._frozen = FrozenWeights(collectives)
         self.local = LocalState(local_training, preparation, collectives)
         self._comparison = RunComparison(
             runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
@@ -204,7 +206,7 @@ class RunState:
         )
 
     def collect(
-        self, before: EvaluationStart | None = None, is_alone: bool = False
+        self, before: EvaluationStart | None = None, is_alone: bool = False, saves_frozen: bool = True
     ) -> tuple[CollectedState, dict[str, Any]]:
         """The state of all ranks but their RNG states, and what a reader of the manifest wants to know.
 
@@ -213,6 +215,7 @@ class RunState:
         Args:
             before: the beginning of the evaluation in progress, which a resumed run is to go back to.
             is_alone: replicated state and this rank's own is all there is.
+            saves_frozen: with the frozen weights' values; False: with their digests.
         """
         is_unfinished = self.windows.is_unfinished
         if is_unfinished:
@@ -223,6 +226,8 @@ class RunState:
                 self._not_marked(),
             )
         collected, states = self._collect_own(before, is_unfinished, is_alone)
+        if not saves_frozen:
+            self._frozen.take_out(collected, self._bare_models(), is_alone)
         self._add("loaders", states, collected, is_alone)
         run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
         mark = self._mark if is_unfinished else None
@@ -375,6 +380,7 @@ class RunState:
         """
         parts = self._parts()
         manifest, found = self.saver.read(path, TargetLayout(parts, self.runtime.rank, self.runtime.world_size))
+        parts = self._frozen.put_back(found, parts)
         self.local.take(found)
         saved = read_run(manifest.about, found, self.runtime, self._precision, self._strategy.data_shard.count)
         restored = Restored(path, manifest.about)

@@ -1,0 +1,179 @@
+"""Adapters beside a frozen base: LoRA in every layout, checkpoints without the base, and bases of four and eight bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, ProjectConfiguration
+from headway.errors import CheckpointError
+from headway.weights.pieces import is_dtensor
+from tests.devices import ON_CPU
+from tests.distributed.layouts import seeded, text, whole_weights
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_pretrained import pairs_of_heads
+
+peft = pytest.importorskip("peft")
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+
+
+def adapted(base: int = 0) -> Any:
+    return with_adapters(seeded(base, lambda: pairs_of_heads(True)))
+
+
+def with_adapters(model: Any) -> Any:
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=EVERY))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+
+
+def updates(accelerator: Accelerator, model: nn.Module, optimizer: Any, numbers: range) -> list[float]:
+    shard, norms = accelerator.strategy.data_shard, []
+    for number in numbers:
+        rows = text(number, 4)[shard.index :: shard.count]
+        accelerator.backward(model(rows).logits.square().mean(), weight=len(rows))
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def by_hand(num_updates: int, make: Callable[[], Any] = adapted) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, norms = make(), []
+    optimizer = optimizer_of(model)
+    for number in range(num_updates):
+        model(text(number, 4)).logits.square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.state_dict()
+
+
+def lora(layout: str) -> bool:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = adapted()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    norms = updates(accelerator, model, optimizer, range(4))
+    wanted, weights = by_hand(4)
+    assert norms == pytest.approx(wanted, abs=1e-6)
+    for name, value in whole_weights(model).items():
+        torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5, msg=name)
+    base = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+    return is_dtensor(base) and base.to_local().numel() < base.numel()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2", "fsdp+tp=2"])
+def test_lora_is_that_of_one_process(layout):
+    for is_cut in run_ranks(lora, 4 if "+" in layout else 2, layout):
+        assert is_cut == (layout != "ddp")
+
+
+# -------------------------------------------------------------------- checkpoints without the base
+
+
+def half(folder: str, layout: str) -> None:
+    project = ProjectConfiguration(folder, save_frozen=False)
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout, project_config=project)
+    model = adapted()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    updates(accelerator, model, optimizer, range(2))
+    accelerator.save_state(Path(folder, "half"))
+    accelerator.save_state(Path(folder, "again"))  # digests that are known
+
+
+def rest(folder: str, layout: str) -> None:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = adapted(base=5)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    before = whole_weights(model)
+    with pytest.raises(CheckpointError, match=r"16 of 21 are others here.*embed_tokens.*Build the model on the base"):
+        accelerator.load_state(Path(folder, "half"))
+    assert all(torch.equal(value, before[name]) for name, value in whole_weights(model).items())
+    accelerator.free_memory()
+    model = adapted()
+    with torch.no_grad():  # one element of the base
+        model.get_parameter("base_model.model.model.norm.weight")[3] += 1e-6
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    with pytest.raises(CheckpointError, match=r"1 of 21 are others here.*norm.weight"):
+        accelerator.load_state(Path(folder, "half"))
+    accelerator.free_memory()
+    model = adapted()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.zero_()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.load_state(Path(folder, "again"))
+    norms = updates(accelerator, model, optimizer, range(2, 4))
+    assert norms == pytest.approx(by_hand(4)[0][2:], abs=1e-6)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "fsdp"), ("fsdp", "tp=2"), ("tp=2", "ddp")])
+def test_a_checkpoint_names_its_base_and_every_layout_takes_it_up(tmp_path, saved, loaded):
+    run_ranks(half, 2, str(tmp_path), saved)
+    run_ranks(rest, 2, str(tmp_path), loaded)
+
+
+def large(folder: str) -> tuple[int, int]:
+    """The adapter's bytes, and the checkpoint's."""
+    project = ProjectConfiguration(folder, save_frozen=False)
+    accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp", project_config=project)
+    base = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(8)))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=32, target_modules=[f"{n}.0" for n in range(8)]))
+    model = accelerator.prepare(model)
+    accelerator.save_state(Path(folder, "state"))
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    accelerator.wait_for_everyone()
+    return size, sum(file.stat().st_size for file in Path(folder, "state").rglob("*") if file.is_file())
+
+
+def test_its_size_is_the_adapters(tmp_path):
+    for adapter, checkpoint in run_ranks(large, 2, str(tmp_path)):
+        assert adapter < checkpoint <= 1.1 * adapter, (adapter, checkpoint)
+
+
+# -------------------------------------------------------------------- quantised bases
+
+
+def in_four_bits() -> Any:
+    """LoRA on a base in NF4, whose bytes are stored as float32, as FSDP wants them."""
+    import bitsandbytes
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = seeded(0, lambda: pairs_of_heads(True, **sizes))
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                how = {"compute_dtype": torch.float32, "quant_type": "nf4", "quant_storage": torch.float32}
+                made = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, bias=False, **how)
+                made.load_state_dict(child.state_dict())
+                setattr(module, name, made.to("cpu"))
+    return with_adapters(model)
+
+
+def quantised(layout: str) -> bool:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = in_four_bits()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    norms = updates(accelerator, model, optimizer, range(4))
+    assert norms == pytest.approx(by_hand(4, in_four_bits)[0], abs=1e-6)
+    base = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+    assert base.numel() == 128 * 256 // 8  # eight of them in a float32
+    return is_dtensor(base) and base.to_local().numel() < base.numel()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_lora_on_a_base_in_four_bits_is_that_of_one_process(layout):
+    pytest.importorskip("bitsandbytes")
+    for is_cut in run_ranks(quantised, 2, layout):
+        assert is_cut == (layout == "fsdp")

@@ -1,0 +1,209 @@
+"""Weights out to an engine that generates: bit-equal to save_model, bounded, and all ranks in step when a receiver fails."""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from headway import Accelerator, WeightChannel
+from headway.errors import CollectiveError, StateError
+from headway.weights.files import open_checkpoint
+from headway.weights.shards import dtype_name
+from tests.devices import ON_CPU
+from tests.distributed.layouts import seeded
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_pretrained import LAYOUTS, Stack, pairs_of_heads, seen
+
+
+def streamed(folder: str, layout: str) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    sizes = []
+    for tied in (False, True):
+        model = accelerator.prepare(seeded(0, lambda tied=tied: pairs_of_heads(tied)).bfloat16())
+        path = Path(folder, str(tied))
+        accelerator.save_model(model, path)
+        stream, found = accelerator.stream_weights(model, "6KiB"), {}
+        for bucket in stream:
+            sizes.append(sum(tensor.nbytes for _, tensor in bucket) * (len(bucket) > 1))
+            found.update((name, tensor.clone()) for name, tensor in bucket)
+        assert [(name, dtype_name(each.dtype), list(each.shape)) for name, each in found.items()] == stream.metadata
+        wanted = {name: stored.tensor() for name, stored in open_checkpoint(path).tensors.items()}
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            same = torch.equal(found[name], value) if accelerator.is_main_process else found[name].is_meta
+            assert same, (layout, name)
+        accelerator.free_memory()
+    assert len(sizes) > 4
+    assert max(sizes) <= 6 * 1024
+    return {}
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "pp"])
+def test_every_layout_gives_what_save_model_writes(tmp_path, layout):
+    run_ranks(streamed, 4 if "+" in layout or layout == "hsdp=2" else 2, str(tmp_path), layout)
+
+
+# -------------------------------------------------------------------- receivers that fail
+
+
+def receiver(connection: socket.socket, ends: signal.Signals) -> int:
+    """Fork a process that takes up one bucket, and then gets a signal."""
+    child = os.fork()
+    if not child:
+        with suppress(StateError):
+            for _ in WeightChannel(connection, "the trainer").receive():
+                os.kill(os.getpid(), ends)
+        os._exit(0)
+    connection.close()
+    return child
+
+
+def failing(ends: str) -> list[str]:
+    accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
+    model = accelerator.prepare(seeded(0, lambda: pairs_of_heads(True)))
+    own, other = socket.socketpair()
+    child = receiver(other, signal.Signals[ends]) if accelerator.is_main_process else None
+    channel = WeightChannel(own, "the generator", timeout=2)
+    messages = []
+    try:
+        for bucket in accelerator.stream_weights(model, "6KiB"):
+            if accelerator.is_main_process:
+                channel.send(bucket)
+    except (StateError, CollectiveError) as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    # They are together still: a rank that is not the first leaves, and then nobody does.
+    try:
+        for _ in accelerator.stream_weights(model, "6KiB"):
+            if accelerator.process_index:
+                break
+    except CollectiveError as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    messages.append(str(sum(len(bucket) for bucket in accelerator.stream_weights(model, "6KiB"))))
+    if child is not None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return messages
+
+
+@pytest.mark.parametrize(("ends", "told"), [("SIGKILL", "is gone"), ("SIGSTOP", "has done nothing for 2 s")])
+def test_a_receiver_that_dies_or_stalls_is_an_error_with_its_name(ends, told):
+    first, second = run_ranks(failing, 2, ends)
+    assert first[0].startswith(f"StateError: the generator {told}")
+    assert first[1].startswith("CollectiveError: another rank left accelerator.stream_weights()")
+    assert second[0].startswith("CollectiveError: another rank left accelerator.stream_weights()")
+    assert len(second) == 2
+    assert first[-1] == second[-1] == "20"
+
+
+# -------------------------------------------------------------------- memory, protocols, the example
+
+
+def size_of(bucket: list[tuple[str, torch.Tensor]]) -> int:
+    return sum(tensor.nbytes for _, tensor in bucket)
+
+
+def peak(width: int, num_blocks: int) -> int:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    accelerator.prepare(Stack(4, 2))
+    accelerator.free_memory()
+    model = accelerator.prepare(Stack(width, num_blocks))
+    for _ in accelerator.stream_weights(model, "4KiB"):
+        break  # what is allocated once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = seen("status", "VmRSS")
+    total = sum(size_of(bucket) for bucket in accelerator.stream_weights(model, "64MiB"))
+    assert total == 4 * width * width * num_blocks
+    return seen("status", "VmHWM") - before
+
+
+def test_memory_is_a_bucket_and_a_unit():
+    for found in run_ranks(peak, 2, 2048, 12):
+        assert found <= (64 + 16) * 2**20, found
+
+
+class Server(BaseHTTPRequestHandler):
+    """What a generating engine answers, by its paths; it keeps what was posted."""
+
+    posted: ClassVar[list[tuple[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.posted.append((self.path, json.loads(body)))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_the_stream_is_what_the_client_of_vllm_sends(monkeypatch):
+    client_module = pytest.importorskip("trl.generation.vllm_client")
+    import requests
+
+    sent = {}
+
+    class Engine:  # the card's side: NCCL
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            sent.update((name, tensor.clone()) for name, tensor in iterator)
+
+    monkeypatch.setattr(client_module, "NCCLWeightTransferEngine", Engine, raising=False)
+    monkeypatch.setattr(client_module, "NCCLTrainerSendWeightsArgs", lambda **_: None, raising=False)
+    model = seeded(0, lambda: pairs_of_heads(False))
+    stream = Accelerator(cpu=True).stream_weights(model)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = client_module.VLLMClient.__new__(client_module.VLLMClient)  # its constructor wants vLLM itself
+        client.session, client.communicator, client._updating_weights = requests.Session(), None, False
+        client.base_url = f"http://127.0.0.1:{server.server_port}"
+        client.update_named_params(stream.metadata, (pair for bucket in stream for pair in bucket))
+        server.shutdown()
+    assert [path for path, _ in Server.posted] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    wanted = dict(model.named_parameters())
+    assert Server.posted[1][1]["update_info"]["names"] == list(wanted) == list(sent)
+    assert all(torch.equal(sent[name], value) for name, value in wanted.items())
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+def by_hand() -> list[tuple[float, float]]:
+    """One process, which generates with the model that it trains."""
+    parts = runpy.run_path(str(EXAMPLE), run_name="__example__")
+    model = parts["build"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    curve = []
+    for update in range(8):
+        model.eval()
+        rows = parts["complete"](model, parts["prompts_of"](update), update)
+        model.train()
+        rewards = parts["rewards_of"](rows)
+        loss = parts["policy_loss"](model, rows, parts["advantages_of"](rewards)) / rows[:, parts["PROMPT"] :].numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((rewards.mean().item(), float(norm)))
+    return curve
+
+
+def test_the_example_gives_the_numbers_of_one_process():
+    (wanted,) = run_ranks(by_hand, 1)
+    assert wanted[-1][0] > wanted[0][0] + 0.05
+    expected = [f"update {n}: reward {wanted[n - 1][0]:.4f}, norm {wanted[n - 1][1]:.4f}" for n in (4, 8)]
+    for num_ranks in ("1", "2"):
+        command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", num_ranks, str(EXAMPLE), "--updates", "8"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert [line for line in done.stdout.splitlines() if line.startswith("update")] == expected, done.stderr
