@@ -11,16 +11,17 @@ Unit by unit, each rank makes the unit's tensors whole, lets its modules initial
 What a module begins with is what its `reset_parameters` says, or the model's `_init_weights` (transformers).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headway.common.optional import Later
-from headway.common.text import listed
+from headway.common.text import format_bytes, listed
 from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, PrepareError
+from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.fully_sharded import fsdp_state as gathered
@@ -30,6 +31,7 @@ from headway.weights.pieces import is_dtensor
 from headway.weights.shards import dtype_name
 
 fsdp = Later("torch.distributed.fsdp")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,52 @@ def check_whole(model: torch.nn.Module) -> None:
         )
 
 
-def is_without_memory(model: torch.nn.Module) -> bool:
-    """Does any tensor of the model lie on the meta device?"""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+def units_here(
+    model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int]
+) -> list[torch.nn.Module]:
+    """Those of which this rank holds the parameters.
+
+    Raises:
+        ConfigError: a rank has a part of one.
+    """
+    found = []
+    for unit in units:
+        there = [id(p) in elsewhere for p in unit.parameters()]
+        if not all(there):
+            found.append(unit)
+        if len(set(there)) > 1:
+            name = next(name for name, module in model.named_modules() if module is unit)
+            raise ConfigError(
+                f"ShardingOptions(units=...) takes {name!r} for a unit, which lies on several stages of the pipeline; name modules "
+                "within blocks, or the blocks"
+            )
+    return found
+
+
+def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def lacks_memory(model: torch.nn.Module, everyone: Collectives) -> bool:
+    """Does any tensor of the model lie on the meta device, on all ranks?
+
+    Raises:
+        PrepareError: on some; or a module that does cannot make its values.
+    """
+    is_lacking = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    lacking = [row[0] for row in everyone.gather_numbers([float(is_lacking)])]
+    if len(set(lacking)) > 1:
+        ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
+        raise PrepareError(
+            f"{type(model).__name__} was built on the meta device on ranks {ranks} only; build it the same way on all ranks"
+        )
+    if is_lacking:
+        check_initialisers(model)  # of buffers, too
+    return is_lacking
 
 
 def check_initialisers(model: torch.nn.Module) -> None:
@@ -233,7 +278,13 @@ def check_initialisers(model: torch.nn.Module) -> None:
         )
 
 
-def fill(model: torch.nn.Module, units: Iterable[torch.nn.Module], device: torch.device, everyone: Collectives) -> int:
+def fill(
+    model: torch.nn.Module,
+    units: Iterable[torch.nn.Module],
+    device: torch.device,
+    everyone: Collectives,
+    elsewhere: Container[int] = (),
+) -> None:
     """Give a sharded model's empty tensors memory and rank 0's values, one unit at a time.
 
     Args:
@@ -241,9 +292,7 @@ def fill(model: torch.nn.Module, units: Iterable[torch.nn.Module], device: torch
         units: what is sharded by itself, the innermost first; the root is not among them.
         device: where values are made.
         everyone: all ranks.
-
-    Returns:
-        The bytes of the largest unit, which is what a rank has held besides its parts.
+        elsewhere: ids of empty tensors that stay empty, because other ranks hold them; they draw their numbers all the same.
 
     Raises:
         PrepareError: a module initialises parameters of its own together with those of units.
@@ -251,12 +300,16 @@ def fill(model: torch.nn.Module, units: Iterable[torch.nn.Module], device: torch
     largest = 0
     taken: set[int] = set()
     awaited = {id(record.sharded_param) for record in gathered.records(model) if _allocate(record)}
+    for parameter in model.parameters():
+        if parameter.is_meta and id(parameter) not in elsewhere:
+            torch.utils.swap_tensors(parameter, _room(parameter, device))  # type: ignore[no-untyped-call]
+            awaited.add(id(parameter))
     with torch.no_grad():
         for unit in (*units, model):
             own = [module for module in _children_first(unit) if id(module) not in taken]
-            largest = max(largest, _fill_unit(model, own, awaited, device, everyone))
+            largest = max(largest, _fill_unit(model, own, awaited, device, everyone, elsewhere))
             taken.update(map(id, own))
-    return largest
+    log.info("%s was initialised unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest))
 
 
 def _allocate(record: Any) -> bool:
@@ -279,33 +332,37 @@ def _fill_unit(
     awaited: set[int],
     device: torch.device,
     everyone: Collectives,
+    elsewhere: Container[int],
 ) -> int:
     whole: dict[int, torch.Tensor] = {}
     parts: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    empty: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in awaited or parameter.is_meta):
-                is_part = id(parameter) in awaited
-                if is_part:
-                    parts.append((module, name, parameter))
+                parts.append((module, name, parameter))
                 # What is tied begins as its first holder says; the others fill something else meanwhile.
                 room = _room(parameter, device)
                 whole.setdefault(id(parameter), room)
                 module._parameters[name] = room  # type: ignore[assignment]
-                if not is_part:
-                    parts.append((module, name, whole[id(parameter)]))  # type: ignore[arg-type]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
+                if id(buffer) in elsewhere:
+                    empty.append((module, name, buffer))
                 module._buffers[name] = whole.setdefault(id(buffer), _room(buffer, device))
     try:
         _initialise(model, modules, whole.values())
     finally:
         for module, name, parameter in parts:
             module._parameters[name] = parameter
+        for module, name, buffer in empty:
+            module._buffers[name] = buffer
     everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
     for _, _, parameter in parts:
-        if id(parameter) in awaited:
+        if is_dtensor(parameter):
             dtensors.put_part(dtensors.local(parameter.detach()), whole[id(parameter)], parameter)
+        elif id(parameter) in awaited:
+            parameter.copy_(whole[id(parameter)])
     return sum(tensor.nbytes for tensor in whole.values())
 
 
