@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headway.common.optional import Later
+from headway.config.parallelism import ShardingOptions
 from headway.errors import CollectiveError, UnsupportedError
 from headway.runtime.collective_log import CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.checked import Collectives
@@ -84,6 +85,15 @@ def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):
         module.reshard()  # type: ignore[operator]
+
+
+def prefetch(units: list[Any], options: ShardingOptions) -> None:
+    """Tell each unit, in the order of the tree, which ones to gather ahead."""
+    for index, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded.units import (
     ShardingUnits,
+    bring_buffers,
     check_initialisers,
     check_whole,
     fill,
@@ -43,6 +44,7 @@ from headway.strategies.fully_sharded.units import (
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
+from headway.strategies.tensor.experts import distribute_experts
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -232,9 +234,10 @@ class MeshStrategy(Strategy):
             raise PrepareError(
                 f"{type(model).__name__} was built on the meta device on ranks {ranks} only; build it the same way on all ranks"
             )
-        if lacks_values and self.layout.tp > 1:
+        if lacks_values and max(self.layout.tp, self.layout.ep) > 1:
+            what = "tensor" if self.layout.tp > 1 else "expert"
             raise PrepareError(
-                f"{type(model).__name__} is on the meta device, which tensor parallelism does not support; build it with its values"
+                f"{type(model).__name__} is on the meta device, which {what} parallelism does not support; build it with its values"
             )
         if lacks_values:
             check_initialisers(model)  # of buffers, too
@@ -242,6 +245,7 @@ class MeshStrategy(Strategy):
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
+        experts = distribute_experts(model, self.mesh["ep"]) if self.layout.ep > 1 else []
         super().setup(model, transforms)
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
@@ -254,7 +258,7 @@ class MeshStrategy(Strategy):
                 "shared parameters with the root",
                 ", ".join(units.split),
             )
-        inner = self._shard(model, units)
+        inner = self._shard(model, units, experts)
         if num_wrapped:
             formats.scale_before_forward(model)
         if lacks_values:
@@ -265,7 +269,9 @@ class MeshStrategy(Strategy):
                 format_bytes(largest),
             )
 
-    def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
+    def _shard(
+        self, model: torch.nn.Module, units: ShardingUnits, experts: list[torch.nn.Module]
+    ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
         dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
@@ -273,21 +279,24 @@ class MeshStrategy(Strategy):
             log.info_once("%s", dtypes.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
-            "mesh": self._shards,
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
             "ignored_params": set(units.ignored) or None,
         }
         reshard = chosen.reshard_after_forward
+        kept = reshard if isinstance(reshard, bool) else None
+        for module in experts:  # along "ep" each rank has its own
+            among = self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+            fsdp.fully_shard(module, mesh=among, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given)
+        given["mesh"] = self._shards
         norms = list(formats.norms_within(units.modules, dtypes))
         for norm in norms:
             fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
-        for unit in units.modules:
+        for unit in (unit for unit in units.modules if not any(unit is module for module in experts)):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
-        whole_root = reshard if isinstance(reshard, bool) else None
-        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
+        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **given)
         gathered.sum_unused_too(model)
         wanted = set(map(id, units.modules))
-        _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
+        gathered.prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         for name in chosen.forward_methods:
             if not callable(getattr(model, name, None)):
                 raise PrepareError(
@@ -346,13 +355,17 @@ class MeshStrategy(Strategy):
 
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire."""
+        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire.
+
+        Not on distributed experts: their gradients are those of other ranks' tokens, too.
+        """
         with ExitStack() as stack:
             stack.enter_context(super().silence(parameters))
             for model in self._models:
                 for record in gathered.records(model):
                     whole = gathered.whole_parameter(record)
-                    if whole is not None and whole.requires_grad:
+                    is_distributed = "ep" in record.sharded_param.device_mesh.mesh_dim_names
+                    if whole is not None and whole.requires_grad and not is_distributed:
                         stack.callback(whole.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
             yield
 
@@ -470,14 +483,6 @@ class MeshStrategy(Strategy):
         yield from super().export_state(model)
 
 
-def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
 @contextmanager
 def _unsynchronised(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
@@ -485,12 +490,3 @@ def _unsynchronised(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-def _prefetch(units: list[Any], options: ShardingOptions) -> None:
-    """Tell each unit, in the order of the tree, which ones to gather ahead."""
-    for index, unit in enumerate(units):
-        if options.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
-        if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])

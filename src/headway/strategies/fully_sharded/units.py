@@ -355,3 +355,11 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield one
 
     yield from walk(module)
+
+
+def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
