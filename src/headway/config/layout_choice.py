@@ -6,7 +6,7 @@ The layout of a run that goes on with fewer ranks than it was launched on, after
 
 The sizes that were asked for stay where they fit. Where they do not::
 
-    tp, cp            shrink to a divisor of what they were, as heads and sequences divide by those too
+    tp, cp, ep        shrink to a divisor of what they were, as heads, sequences and experts divide by those too
     pp                becomes shards, as stages stand beside replicas alone
     replicas, shards  share the ranks that remain: as many replicas as there can be without a larger part of the model on any rank
 
@@ -30,8 +30,8 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_INNER = ("tp", "cp", "pp")
-"""Axes whose ranks read the same data, in the order in which they keep their ranks."""
+_INNER = ("tp", "cp", "ep", "pp")
+"""Axes that cut what has a number of parts, in the order in which they keep their ranks."""
 
 
 def launched_on(num_ranks: int) -> int | None:

@@ -142,7 +142,7 @@ class LayoutRequest:
         if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
             raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
         asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
-        if asks_for_shards and sizes.get("shard", 1) == 1 and sizes.get("cp", 1) == 1:
+        if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):
             raise ConfigError(
                 f"{next(iter(self._sharding))} asks for a sharded model, but with {by} no processes are left to shard across; give "
                 "dp_shard_size, or remove FSDP"

@@ -8,6 +8,7 @@
     hsdp              the same, within the ranks of each machine
     tp                matrices cut over all ranks                   (tp)
     fsdp+tp=2         pairs cut matrices, parameters are sharded over the pairs
+    fsdp+ep=2         pairs share the experts, everything else is sharded over all ranks
     ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
     zero3             DeepSpeed's engine; also zero1, zero2, deepspeed
 
@@ -30,20 +31,21 @@ from headway.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-AXES = ("pp", "replicate", "shard", "cp", "tp")
+AXES = ("pp", "replicate", "shard", "ep", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "ep")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
 _LONGEST = 200
 """Characters of a layout's text."""
 
-_TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+_TERMS = {"ddp": "replicate", "fsdp": "shard", "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp"}
 _WORDS = {
     "pp": "pipeline stages",
     "replicate": "replicas",
     "shard": "shards",
+    "ep": "groups of experts",
     "cp": "parts of a sequence",
     "tp": "parts of a matrix",
 }
@@ -59,6 +61,8 @@ _OTHER_WORDS = {
     "pipeline": "pp",
     "tensor": "tp",
     "context": "cp",
+    "expert": "ep",
+    "moe": "ep",
     "sp": "tp, which takes sequence parallelism as an option",
     "none": "ddp",
     "no": "ddp",
@@ -74,6 +78,7 @@ class Layout:
         pp: stages of a pipeline.
         replicate: copies of the whole model.
         shard: ranks among which each parameter is cut along dim 0 (FSDP).
+        ep: ranks among which experts are distributed, and every other parameter is cut with `shard`.
         cp: ranks among which each sequence is cut, and each parameter with `shard`.
         tp: ranks among which each layer's matrices are cut.
     """
@@ -81,6 +86,7 @@ class Layout:
     pp: int = 1
     replicate: int = 1
     shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
@@ -97,12 +103,12 @@ class Layout:
     @property
     def num_data_shards(self) -> int:
         """Groups of ranks that read data of their own."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.ep
 
     @property
     def num_shards(self) -> int:
-        """Ranks among which each parameter is cut along dim 0: those along cp share parameters, too."""
-        return self.shard * self.cp
+        """Ranks among which each parameter is cut along dim 0: those along ep and cp share parameters, too."""
+        return self.shard * self.ep * self.cp
 
     @property
     def data_groups(self) -> list[list[int]]:
@@ -187,7 +193,7 @@ class Asked:
         return Layout(**{axis: left if size is None else size for axis, size in sizes.items()})
 
     def _within_a_machine(self, num_ranks: int, ranks_per_machine: int) -> int:
-        inner = prod(size for axis, size in self.sizes.items() if axis in ("cp", "tp") and size is not None)
+        inner = prod(size for axis, size in self.sizes.items() if axis in ("ep", "cp", "tp") and size is not None)
         if num_ranks == 1:
             return 1  # the same script on one process
         if num_ranks <= ranks_per_machine:
@@ -291,6 +297,12 @@ def check_served(layout: Layout) -> None:
         raise UnsupportedError(
             f"{_WORDS['cp']} (cp={layout.cp}) cannot be combined with pipeline stages (pp={layout.pp}) yet; leave cp out, as in "
             "fsdp=2+pp=2+tp=2 (with TensorParallelOptions(sequence_parallel=True) for long sequences), or pp, as in fsdp=2+cp=2"
+        )
+    others = [f"{_WORDS[axis]} ({axis}={size})" for axis in ("pp", "cp", "tp") if (size := getattr(layout, axis)) > 1]
+    if layout.ep > 1 and others:
+        raise UnsupportedError(
+            f"{' and '.join(others)} cannot be combined with groups of experts (ep={layout.ep}) yet; use ep with fsdp, hsdp or ddp, "
+            "as in fsdp+ep=2"
         )
 
 

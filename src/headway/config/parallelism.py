@@ -217,6 +217,9 @@ def unknown_style(name: str, style: str) -> str:
     expert = style in ("grouped_gemm", "ep_dispatch_experts", "ep_router")
     return (
         f"the tensor-parallel plan gives {name!r} the style {style!r}"
-        + (", which belongs to expert parallelism, which is not supported" if expert else ", which is not supported")
+        + (
+            ", which is not supported"
+            + (": expert parallelism is the layout ep, which needs no plan" if expert else "")
+        )
         + f"; allowed: {', '.join(STYLES)}, or a ParallelStyle object of torch.distributed.tensor.parallel"
     )

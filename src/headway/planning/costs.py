@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headway.config.mesh import Layout
 from headway.errors import ConfigError, StateError
-from headway.planning.dry_run.meter import SHARED, PlanEvent
+from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.outcome import Plan
 
 
@@ -102,7 +102,7 @@ def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], floa
     return max(lane.clock for lane in lanes)
 
 
-_IN_THE_WAY = frozenset({"tp", "cp", "pp"})
+_IN_THE_WAY = frozenset({"tp", "cp", "ep", "pp"})
 """Axes whose exchanges computing waits for; those of the others run beside it."""
 
 
@@ -159,7 +159,7 @@ class ClusterRates:
 
     @staticmethod
     def _named(axis: str, layout: Layout) -> set[str]:
-        named = {"shard", "cp"} if axis == SHARED else set(axis.split("x"))
+        named = set(axis.replace("_", "x").split("x"))
         return named & layout.sizes.keys() or set(layout.sizes)
 
 

@@ -193,7 +193,11 @@ def placed(
             f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp shards what zero3 does, and can be"
         )
     layout = asked.resolve(num_ranks, min(machine_ranks, num_ranks))
-    for axis, what in (("pp", "pipeline stages"), ("cp", "parts of a sequence")):
+    for axis, what in (
+        ("pp", "pipeline stages"),
+        ("ep", "tokens that travel to experts"),
+        ("cp", "parts of a sequence"),
+    ):
         if getattr(layout, axis) > 1:
             raise UnsupportedError(
                 f"strategy={strategy!r}: {what} cannot be forecast yet; leave {axis} out, or use `headway plan`"

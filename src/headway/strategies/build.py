@@ -95,11 +95,12 @@ def build_strategy(
         sharding = options.sharding or ShardingOptions()
         if is_deferred:
             _check_replayed(layout, sharding, (options.float8 or Float8Options()) if number_format == "fp8" else None)
+        if number_format == "fp8" and max(layout.pp, layout.ep) > 1:
+            raise UnsupportedError(
+                f"mixed_precision='fp8' does not support {'pipelines (pp)' if layout.pp > 1 else 'expert parallelism (ep)'} yet; "
+                "use strategy='fsdp' or mixed_precision='bf16'"
+            )
         if layout.pp > 1:
-            if number_format == "fp8":
-                raise UnsupportedError(
-                    "mixed_precision='fp8' does not support pipelines (pp) yet; use strategy='fsdp' or mixed_precision='bf16'"
-                )
             from headway.strategies.pipeline.strategy import PipelineStrategy
 
             pipeline = options.pipeline or PipelineOptions()
@@ -143,7 +144,7 @@ def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Opt
     Raises:
         UnsupportedError: it cannot.
     """
-    others = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
+    others = [axis for axis in ("pp", "ep", "cp", "tp") if getattr(layout, axis) > 1]
     if others:
         raise UnsupportedError(
             f"microbatching='auto' does not work with {', '.join(others)}: a rank whose memory ran out cannot take part in the "

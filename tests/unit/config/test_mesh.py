@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.mesh import Layout, groups_in_words, parse, written
-from headway.errors import ConfigError
+from headway.config.mesh import Layout, check_served, groups_in_words, parse, written
+from headway.errors import ConfigError, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_the_axes_in_their_order_and_who_reads_what():
 
 def test_who_stands_where():
     layout = parse("pp=2+ddp=2+fsdp=2+tp=2").resolve(16)
-    assert layout.coordinates(0) == dict.fromkeys(("pp", "replicate", "shard", "cp", "tp"), 0)
-    assert layout.coordinates(11) == {"pp": 1, "replicate": 0, "shard": 1, "cp": 0, "tp": 1}
+    assert layout.coordinates(0) == dict.fromkeys(("pp", "replicate", "shard", "ep", "cp", "tp"), 0)
+    assert layout.coordinates(11) == {"pp": 1, "replicate": 0, "shard": 1, "ep": 0, "cp": 0, "tp": 1}
     assert [list(group) for group in Layout(shard=2, tp=2).groups("shard")] == [[0, 2], [1, 3]]
     assert [list(group) for group in Layout(shard=2, tp=2).groups("tp")] == [[0, 1], [2, 3]]
 
 
-@given(st.builds(Layout, *[st.integers(1, 4)] * 5))
+@given(st.builds(Layout, *[st.integers(1, 4)] * 6))
 def test_groups_are_those_who_differ_along_one_axis(layout):
     for axis, size in layout.sizes.items():
         groups = layout.groups(axis)
@@ -74,7 +74,7 @@ def test_groups_are_those_who_differ_along_one_axis(layout):
             assert len({tuple(v for k, v in place.items() if k != axis) for place in places}) == 1
 
 
-@given(st.builds(Layout, *[st.integers(1, 4)] * 5))
+@given(st.builds(Layout, *[st.integers(1, 4)] * 6))
 def test_what_is_written_is_read_back(layout):
     assert parse(written(layout.sizes)).resolve(layout.num_ranks) == layout
 
@@ -118,3 +118,13 @@ def test_groups_in_words():
     assert list(groups_in_words(Layout(replicate=1024, shard=16)))[1] == (
         "shard = 16: ranks (0 1 .. 15), (16 17 .. 31), (32 33 .. 47), (48 49 .. 63) and 1020 more"
     )
+
+
+def test_experts():
+    layout = parse("fsdp+ep=2").resolve(8)
+    assert (layout.num_data_shards, layout.num_shards, layout.describe()) == (8, 8, "4 shards x 2 groups of experts")
+    assert layout.groups("ep")[0] == range(2)
+    check_served(parse("hsdp=2+ep=2").resolve(8))
+    for text in ("ep=2+tp=2", "ep=2+cp=2", "ep=2+pp=2"):
+        with pytest.raises(UnsupportedError, match="cannot be combined with"):
+            check_served(parse(text).resolve(4))

@@ -32,8 +32,8 @@ _SILENT = ("wait", "barrier", "recv", "monitored")  # what is received has been 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
-SHARED = "shard_cp"
-"""What parameters and gradients are exchanged along where sequences are cut: all ranks that share parameters."""
+SHARED = {"cp": "shard_cp", "ep": "shard_ep"}
+"""What parameters and gradients are exchanged along where sequences are cut, or experts distributed: all ranks that share them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MeteredCollective:
         phase: "forward", "backward" or "update".
         kind: which collective: "all_gather", "reduce_scatter", "all_reduce" ...
         axis: along which axis of the layout; several are joined by "x". "shard_cp": shards and parts of sequences, which share
-            parameters; "cp" is then what attention sends.
+            parameters, "shard_ep" likewise; "cp" is then what attention sends, "ep" what experts do.
         num_ranks: of its group.
     """
 
@@ -160,9 +160,9 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)
         axis, ranks = self._axis(args)
-        # FSDP alone calls c10d's own operations there: attention calls functional ones, which autograd sees.
-        if func.namespace == "c10d" and "cp" in axis.split("x"):
-            axis = SHARED
+        # FSDP alone calls c10d's own operations there: attention and experts call functional ones, which autograd sees.
+        if func.namespace == "c10d":
+            axis = next((both for inner, both in SHARED.items() if inner in axis.split("x")), axis)
         results = result if isinstance(result, tuple) else (result,)
         size = max((sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *results)), default=0)
         exchange = MeteredCollective(self.phase, kind, axis, len(ranks))

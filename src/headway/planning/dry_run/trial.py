@@ -28,13 +28,11 @@ from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
 from headway.planning.dry_run.fake_group import AnswerNotReady, PeerAnswer, RealStaysReal, as_rank
-from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
+from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
 from headway.strategies.base import Strategy
 from headway.strategies.fully_sharded.dtensors import local
 
-_BOTH = "shard_cp"
-"""The mesh's name for shards and the parts of a sequence together: ranks along cp share parameters, too."""
-_SHARDED = frozenset({"shard", "cp", _BOTH})
+_SHARDED = frozenset({"shard", "cp", *SHARED.values()})
 """Axes along which fully_shard pads: every rank of them keeps as many elements as the first."""
 
 
@@ -62,7 +60,7 @@ class TensorShare:
     def axes(self) -> set[str]:
         """All axes that cut it."""
         found = {axis for axes in self.cuts.values() for axis in axes}
-        return found - {_BOTH} | {"shard", "cp"} if _BOTH in found else found
+        return {single for axis in found for single in axis.split("_")}
 
 
 def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
@@ -101,9 +99,11 @@ class RankGroups:
             stride //= size
             self.coordinates[axis] = ranks // stride % size
         self._cuts = dict(self.sizes)
-        if {"shard", "cp"} <= self.sizes.keys():
-            self._cuts[_BOTH] = layout.num_shards
-            self.coordinates[_BOTH] = self.coordinates["shard"] * layout.cp + self.coordinates["cp"]
+        for inner, both in SHARED.items():
+            if inner in self.sizes:
+                self._cuts[both] = layout.num_shards
+                outer = self.coordinates.get("shard", torch.zeros_like(ranks))
+                self.coordinates[both] = outer * self.sizes[inner] + self.coordinates[inner]
 
     def elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
         """How many elements of it each rank holds, and for how many it has memory: (num_ranks,) each."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from headway.common.optional import Later
 from headway.config.parallelism import ShardingOptions
-from headway.errors import CollectiveError, UnsupportedError
+from headway.errors import CollectiveError, PrepareError, UnsupportedError
 from headway.runtime.collective_log import CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.checked import Collectives
 from headway.weights.shards import dtype_name
@@ -87,6 +87,15 @@ def reshard(model: torch.nn.Module) -> None:
         module.reshard()  # type: ignore[operator]
 
 
+def prefetch(units: list[Any], options: ShardingOptions) -> None:
+    """Tell each unit, in the order of the tree, which ones to gather ahead."""
+    for index, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])
+
+
 @contextmanager
 def unsynchronised(model: Any) -> Iterator[None]:
     """A block whose backwards leave gradients whole."""
@@ -97,13 +106,18 @@ def unsynchronised(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def prefetch(units: list[Any], options: ShardingOptions) -> None:
-    """Tell each unit, in the order of the tree, which ones to gather ahead."""
-    for index, unit in enumerate(units):
-        if options.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
-        if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])
+def add_forward_methods(model: Any, names: Iterable[str]) -> None:
+    """Let these methods gather parameters as forward does.
+
+    Raises:
+        PrepareError: the model has no such method.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise PrepareError(
+                f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
+            )
+        fsdp.register_fsdp_forward_method(model, name)
 
 
 def hold(model: Any, is_held: bool = True) -> None:

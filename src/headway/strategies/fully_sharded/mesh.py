@@ -20,7 +20,7 @@ from headway.config.layout_request import TorchContextParallelConfig
 from headway.config.mesh import DATA_AXES, Layout, written
 from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
-from headway.errors import PrepareError, StateError
+from headway.errors import StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
@@ -36,6 +36,7 @@ from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder
 from headway.strategies.fully_sharded.usage import ParameterUsage
 from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
+from headway.strategies.tensor.experts import distribute_experts
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
@@ -251,6 +252,7 @@ class MeshStrategy(Strategy):
         missing = self.begin(model, self._expected) if self.layout.pp == 1 else None
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
+        experts = distribute_experts(model, self.mesh["ep"]) if self.layout.ep > 1 else []
         super().setup(model, transforms)
         if not self.is_sharded:
             if missing is not None:
@@ -265,14 +267,14 @@ class MeshStrategy(Strategy):
                 "shared parameters with the root",
                 ", ".join(units.split),
             )
-        inner = self._shard(model, units, elsewhere)
+        inner = self._shard(model, units, elsewhere, experts)
         if num_wrapped:
             formats.scale_before_forward(model)
         if missing is not None:
             missing.fill(model, inner)
 
     def _shard(
-        self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int] = ()
+        self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int] = (), experts: Sequence[Any] = ()
     ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
@@ -281,32 +283,30 @@ class MeshStrategy(Strategy):
             log.info_once("%s", dtypes.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
-            "mesh": self._shards,
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
             "ignored_params": {*units.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
         }
         is_held = self.layout.pp > 1
         reshard = False if is_held else chosen.reshard_after_forward
+        kept = reshard if isinstance(reshard, bool) else None
+        for module in experts:  # along "ep" each rank has its own
+            among = self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+            fsdp.fully_shard(module, mesh=among, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given)
+        given["mesh"] = self._shards
         modules = units_here(model, units.modules, elsewhere)
         norms = list(formats.norms_within(modules, dtypes))
         for norm in norms:
             fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
-        for unit in modules:
+        for unit in (unit for unit in modules if not any(unit is module for module in experts)):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
-        whole_root = reshard if isinstance(reshard, bool) else None
-        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
+        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **given)
         if is_held:
             gathered.hold(model)
         else:
             gathered.sum_unused_too(model)
         wanted = set(map(id, modules))
         gathered.prefetch([module for module in model.modules() if id(module) in wanted], chosen)
-        for name in chosen.forward_methods:
-            if not callable(getattr(model, name, None)):
-                raise PrepareError(
-                    f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
-                )
-            fsdp.register_fsdp_forward_method(model, name)
+        gathered.add_forward_methods(model, chosen.forward_methods)
         return [*norms, *modules]
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
@@ -359,13 +359,17 @@ class MeshStrategy(Strategy):
 
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire."""
+        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire.
+
+        Not on distributed experts: their gradients are those of other ranks' tokens, too.
+        """
         with ExitStack() as stack:
             stack.enter_context(super().silence(parameters))
             for model in self._models:
                 for record in gathered.records(model):
                     whole = gathered.whole_parameter(record)
-                    if whole is not None and whole.requires_grad:
+                    is_distributed = "ep" in record.sharded_param.device_mesh.mesh_dim_names
+                    if whole is not None and whole.requires_grad and not is_distributed:
                         stack.callback(whole.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
             yield
 

@@ -112,6 +112,32 @@ def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     return collectives.wait_tensor(found)  # type: ignore[no-any-return]
 
 
+def exchange(
+    rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float = 1.0
+) -> torch.Tensor:
+    """Rows to the ranks that they are for: so many of them, one after the other, to each rank, and so many from each.
+
+    Args:
+        rows: those for rank 0 first.
+        axis: the ranks.
+        sent, received: how many, by rank.
+        grad_factor: what gradients are multiplied by on their way back.
+    """
+    return _Exchange.apply(rows, axis, sent, received, grad_factor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """As many numbers to each rank as from each."""
+    even = [len(counts) // axis.size] * axis.size
+    return _all_to_all(counts, axis, even, even)
+
+
+def _all_to_all(rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int]) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
+    found = collectives.all_to_all_single(rows.contiguous(), received, sent, axis.group.group_name)
+    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+
+
 def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
@@ -190,3 +216,16 @@ class _PartOfTotal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return join_for_terms(grad, ctx.axis, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float
+    ) -> torch.Tensor:
+        ctx.axis, ctx.sent, ctx.received, ctx.grad_factor = axis, sent, received, grad_factor
+        return _all_to_all(rows, axis, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return exchange(grad * ctx.grad_factor, ctx.axis, ctx.received, ctx.sent), None, None, None, None

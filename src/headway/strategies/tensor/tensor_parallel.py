@@ -363,12 +363,15 @@ def _place(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
     for parameter, owners in holders_of(model).values():
         if isinstance(parameter, tensor.DTensor) or parameter.is_meta:
             continue  # one of torch's styles has placed it; or it is on another stage of a pipeline
-        placed = _placed(parameter, where.get(id(parameter)), axis)
+        placed = place_parameter(parameter, where.get(id(parameter)), axis)
         for _, module, key in owners:
             module._parameters[key] = placed
 
 
-def _placed(parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: SplitAxis) -> torch.nn.Parameter:
+def place_parameter(
+    parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: SplitAxis
+) -> torch.nn.Parameter:
+    """The DTensor in place of a parameter: cut along (a dimension, into so many packed matrices), or whole."""
     local, placement = parameter.detach(), tensor.Replicate()
     if where is not None:
         dim, factor = where

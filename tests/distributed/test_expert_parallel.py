@@ -1,0 +1,239 @@
+"""Experts that are distributed over ranks = the hand-written loop on one process; their checkpoints; and what is refused."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, ActivationCheckpointing, ShardingOptions
+from headway.errors import HeadwayError
+from headway.planning.compare import plan
+from headway.weights.pieces import is_dtensor
+from tests.devices import ON_CPU
+from tests.distributed import layouts
+from tests.distributed.layouts import VOCABULARY, Curve, Task, build, by_hand, difference, prepared, text
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_plan import loss, on_a_rank, sgd
+
+CLOSE = 1e-6
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+def mixtral(num_experts: int = 4) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(num_local_experts=num_experts, num_experts_per_tok=2, **SIZES))
+
+
+def qwen() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8, **SIZES)
+    return Qwen3MoeForCausalLM(config)
+
+
+def olmoe() -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return OlmoeForCausalLM(OlmoeConfig(num_experts=4, num_experts_per_tok=2, **SIZES))
+
+
+def deepseek(is_lonely: bool = False) -> nn.Module:
+    """A dense block and one with shared experts and grouped gates; lonely: all tokens go to the first two of eight experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=4, topk_group=2, moe_intermediate_size=8,
+        first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, **SIZES,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    if is_lonely:
+        model.model.layers[1].mlp.gate.e_score_correction_bias[:2] = 10.0
+    return model
+
+
+def in_a_loop(model: nn.Module) -> nn.Module:
+    """Experts one after the other, those alone that have tokens; not in one product of groups."""
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    return model
+
+
+layouts.MODELS.update({
+    "mixtral": mixtral, "qwen": qwen, "olmoe": olmoe, "deepseek": deepseek, "lonely": lambda: deepseek(is_lonely=True),
+    "lonely, in a loop": lambda: in_a_loop(deepseek(is_lonely=True)), "three experts": lambda: mixtral(3),
+})  # fmt: skip
+
+FOUR = {name: Task(name, optimizer="sgd", updates=5) for name in ("mixtral", "qwen", "olmoe", "deepseek")}
+"""The fifth window is short: a rank has no rows of its own, but tokens of others."""
+TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
+    "ep x2": (2, "ep", {
+        **FOUR,
+        "experts without tokens": Task("lonely", optimizer="sgd", updates=5),
+        "the same in a loop": Task("lonely, in a loop", optimizer="sgd", updates=5),
+        "computed again": Task("mixtral", optimizer="sgd", updates=3, handlers=(ActivationCheckpointing(),)),
+        "units by class": Task("qwen", optimizer="sgd", updates=3, handlers=(ShardingOptions(units=("Qwen3MoeExperts",)),)),
+        "parameters kept": Task("olmoe", optimizer="sgd", updates=3, handlers=(ShardingOptions(reshard_after_forward=False),)),
+        "compiled": Task("mixtral", optimizer="sgd", updates=2, options={"dynamo_backend": "aot_eager"}),
+        "host memory": Task("mixtral", optimizer="sgd", updates=3, handlers=(ShardingOptions(cpu_offload=True),)),
+    }),
+    "fsdp+ep x4": (4, "fsdp+ep=2", {**FOUR, "experts without tokens": Task("lonely", optimizer="sgd", updates=5)}),
+    "ddp+ep x4": (4, "ddp+ep=2", {"qwen": FOUR["qwen"]}),
+    "ep x4": (4, "ep", {"deepseek": FOUR["deepseek"]}),
+    "hsdp+ep x8": (8, "ddp=2+fsdp=2+ep=2", {"mixtral": Task("mixtral", optimizer="sgd", updates=5, window=16)}),
+}  # fmt: skip
+
+
+def train(tasks: list[Task], layout: str) -> list[Curve]:
+    return [prepared(task, layout) for task in tasks]
+
+
+@pytest.mark.parametrize(
+    "row", ["ep x2", "fsdp+ep x4", *(pytest.param(row, marks=pytest.mark.matrix) for row in list(TABLE)[2:])]
+)
+def test_the_hand_written_loop_is_reproduced(row):
+    num_ranks, layout, tasks = TABLE[row]
+    per_rank = run_ranks(train, num_ranks, list(tasks.values()), layout, timeout=300)
+    for number, (name, task) in enumerate(tasks.items()):
+        for rank, curves in enumerate(per_rank):
+            found = difference(by_hand(task), curves[number])
+            assert max(found.values()) < CLOSE, (name, rank, found)
+
+
+def test_adamw_and_bf16():
+    """AdamW's groups hold parts of two meshes; bf16 is as far from float32 as on whole models."""
+    tasks = [Task("mixtral", "adamw", updates=4), Task("mixtral", "fused", updates=4)]
+    half = Task("mixtral", "sgd", updates=4, precision="bf16")
+    distributed = run_ranks(train, 2, [*tasks, half], "ep", timeout=200)[0]
+    whole = run_ranks(train, 2, [half], "ddp", timeout=200)[0]
+    for task, curve in zip(tasks, distributed):
+        assert difference(by_hand(task), curve)["losses"] < CLOSE
+    assert difference(whole[0], distributed[2])["losses"] < 1e-3
+    assert difference(by_hand(half), distributed[2])["losses"] > 1e-5
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def saved(layout: str, folder: Path, begin: int, end: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train from update `begin`, from a checkpoint if that is not the first; save a checkpoint and whole weights."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout, project_dir=folder)
+    model = build(Task("deepseek"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if begin:
+        accelerator.load_state(str(folder / "state"))
+    losses = []
+    for step in range(begin, end):
+        loss = model(text(seed=step, rows=4)).logits.float().square().mean()  # the same rows on each rank
+        losses.append(loss.item())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not begin:
+        accelerator.save_state(str(folder / "state"))
+    accelerator.save_model(model, str(folder / f"whole {begin}"))
+    whole = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return losses, whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("ep", "ep"), ("ep", "fsdp"), ("ddp", "ep"), ("fsdp+ep=2", "ep"), ("ep", "fsdp+ep=2")]
+)
+def test_checkpoints_go_into_and_out_of_layouts_without_experts(tmp_path, before, after):
+    from safetensors.torch import load_file
+
+    straight = run_ranks(saved, 1, "ddp", tmp_path / "one", 0, 4)[0]
+    first = run_ranks(saved, 4 if "+" in before else 2, before, tmp_path, 0, 2)[0]
+    second = run_ranks(saved, 4 if "+" in after else 2, after, tmp_path, 2, 4)[0]
+    assert [*first[0], *second[0]] == pytest.approx(straight[0], abs=CLOSE)
+    assert max(float((second[1][name] - tensor).abs().max()) for name, tensor in straight[1].items()) < CLOSE
+    written = load_file(tmp_path / "whole 2" / "model.safetensors")
+    assert any(".experts.gate_up_proj" in name for name in written)
+    assert all(torch.equal(tensor, second[1][name]) for name, tensor in written.items())
+
+
+# ---------------------------------------------------------------- what each rank holds, and what is refused
+
+
+def parts() -> tuple[int, int, list[int]]:
+    accelerator = Accelerator(cpu=ON_CPU, strategy="ep")
+    model = accelerator.prepare(build(Task("mixtral")))
+    experts: Any = accelerator.unwrap_model(model).model.layers[0].mlp.experts
+    local = experts.gate_up_proj._local_tensor if is_dtensor(experts.gate_up_proj) else experts.gate_up_proj
+    found = local.numel(), experts.gate_up_proj.numel(), list(local.shape)
+    accelerator.end_training()
+    return found
+
+
+def test_a_rank_holds_its_experts_alone():
+    for local, whole, shape in run_ranks(parts, 2):
+        assert local * 2 == whole
+        assert shape == [2, 48, 16]
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
+def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
+    planned = plan(mixtral, layout, num_ranks, step=loss, optimizer=sgd)
+    for rank, (trial, (weights, gradients, _)) in enumerate(
+        run_ranks(on_a_rank, num_ranks, mixtral, layout, "no", sgd)
+    ):
+        share = planned.shares.of(rank)
+        assert weights == share.weights - share.padding - trial.buffers, rank
+        assert gradients == share.gradients - share.padding, rank
+        assert planned.exchanges.keys() == trial.volumes.keys()
+        for exchange, volume in planned.exchanges.items():
+            if exchange.kind != "all_to_all":
+                assert trial.volumes[exchange] == volume
+            elif exchange.phase == "backward":  # in forward the ranks also tell how much follows
+                assert trial.volumes[exchange].calls == volume.calls == 2 * 2
+                # All tokens are alike here: both their experts are on one rank or each on one.
+                assert 0 < trial.volumes[exchange].num_bytes <= num_ranks * volume.num_bytes
+
+
+class OldExperts(nn.Module):
+    """Experts as modules of their own, as transformers had them before version 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        return sum(expert(x) for expert in self.experts)  # type: ignore[return-value]
+
+
+REFUSED: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any], str]] = {
+    "modules": ("ep", OldExperts, {}, r"no experts that ep=2 could distribute.*Leave ep out"),
+    "dense": ("ep", lambda: build(Task("llama")), {}, r"no experts that ep=2 could distribute"),
+    "uneven": ("ep", lambda: build(Task("three experts")), {}, r"3 experts, which cannot be divided among 2.*divisor of 3"),
+    "pieces": ("ep", mixtral, {"microbatching": "auto"}, r"does not work with ep"),
+    "fp8": ("ep", mixtral, {"mixed_precision": "fp8"}, r"does not support expert parallelism \(ep\)"),
+}  # fmt: skip
+
+
+def refuse() -> dict[str, str]:
+    told = {}
+    for name, (layout, make, options, _) in REFUSED.items():
+        try:
+            accelerator = Accelerator(cpu=ON_CPU, strategy=layout, **options)
+            accelerator.prepare(make())
+            told[name] = "served"
+        except HeadwayError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_what_cannot_be_distributed_is_refused_before_it_starts():
+    for told in run_ranks(refuse, 2):
+        for name, (_, _, _, wanted) in REFUSED.items():
+            assert re.search(wanted, told[name], re.DOTALL), (name, told[name])
