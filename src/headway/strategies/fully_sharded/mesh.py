@@ -277,7 +277,9 @@ class MeshStrategy(Strategy):
         if lacks_values:
             fill(model, inner, self.everyone.runtime.device, self.everyone)
 
-    def _shard(self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int]) -> list[torch.nn.Module]:
+    def _shard(
+        self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int] = ()
+    ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
         dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
@@ -299,10 +301,7 @@ class MeshStrategy(Strategy):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
         whole_root = reshard if isinstance(reshard, bool) else None
         fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
-        if is_held:
-            gathered.hold(model)
-        else:
-            gathered.sum_unused_too(model)
+        (gathered.hold if is_held else gathered.sum_unused_too)(model)
         wanted = set(map(id, modules))
         gathered.prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         for name in chosen.forward_methods:

@@ -284,7 +284,7 @@ def fill(
     device: torch.device,
     everyone: Collectives,
     elsewhere: Container[int] = (),
-) -> None:
+) -> int:
     """Give a sharded model's empty tensors memory and rank 0's values, one unit at a time.
 
     Args:
@@ -293,6 +293,9 @@ def fill(
         device: where values are made.
         everyone: all ranks.
         elsewhere: ids of empty tensors that stay empty, because other ranks hold them; they draw their numbers all the same.
+
+    Returns:
+        The bytes of the largest unit, which is what a rank has held besides its parts.
 
     Raises:
         PrepareError: a module initialises parameters of its own together with those of units.
@@ -310,6 +313,7 @@ def fill(
             largest = max(largest, _fill_unit(model, own, awaited, device, everyone, elsewhere))
             taken.update(map(id, own))
     log.info("%s was initialised unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest))
+    return largest
 
 
 def _allocate(record: Any) -> bool:
