@@ -107,9 +107,13 @@ class RankShares:
     def _written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
         """What each rank writes of the bytes that it has of a parameter: (num_ranks,)."""
         layout = self._layout
-        if piece.stages is not None and len(piece.stages) < layout.pp:  # the first rank that holds it writes it
-            first = layout.groups("pp")[0][min(piece.stages)]
-            return num_bytes * (torch.arange(layout.num_ranks) == first)
+        if (
+            piece.stages is not None and len(piece.stages) < layout.pp
+        ):  # the first rank that holds it, or a part, writes it
+            writes = self._ranks.is_on(frozenset((min(piece.stages),)))
+            for axis in layout.sizes.keys() - {"pp", *piece.axes}:
+                writes = writes & (self._ranks.coordinates[axis] == 0)
+            return num_bytes * writes
         return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in piece.axes)
 
     def of(self, rank: int) -> RankShare:
@@ -245,7 +249,7 @@ def outcome(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens:
         max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
         max(stage.flops for stage in stages) if has_step else None,
         fullest.activations,
-        0 if is_pipeline else _gathered(stages[0].exchanges),
+        max(_gathered(stage.exchanges, is_pipeline) for stage in stages),
         tokens,
         stages if is_pipeline else (),
         max(trial.peak or 0 for trial in trials) if has_step else None,
@@ -270,8 +274,11 @@ def _numel(piece: TensorShare) -> int:
     return int(torch.Size(piece.shape).numel())
 
 
-def _gathered(volumes: dict[MeteredCollective, Volume]) -> int:
-    """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit."""
+def _gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:
+    """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit.
+
+    Of a pipeline all parameters of a stage, and their gradients.
+    """
     gathers = [
         volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis
     ]
@@ -280,8 +287,8 @@ def _gathered(volumes: dict[MeteredCollective, Volume]) -> int:
         for exchange, volume in volumes.items()
         if exchange.kind == "reduce_scatter" and "shard" in exchange.axis
     ]
-    if not gathers:
-        return 0
+    if is_pipeline or not gathers:
+        return 2 * sum(volume.num_bytes for volume in gathers)
     root = max(volume.largest for volume in gathers)
     blocks = min((volume.largest for volume in gathers), default=0)
     return root + 2 * blocks + max(reductions, default=0)

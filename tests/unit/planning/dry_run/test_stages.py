@@ -133,6 +133,15 @@ def test_too_few_blocks_are_a_reason():
     assert "too few for 4 stages" in row.reason
 
 
+def test_stages_in_shards():
+    """Each rank holds and writes half of its stage; what is gathered stays for the window, with the gradients."""
+    found, alone = plan(four, "pp=2+fsdp", 4, step=chain_loss), plan(four, "pp", 2, step=chain_loss)
+    assert [stage.share.weights for stage in found.stages] == [MATRIX] * 2
+    assert found.gathered == 2 * 2 * MATRIX
+    assert alone.gathered == 0
+    assert (found.shares.saved.num_files, found.shares.saved.num_bytes) == (4, alone.shares.saved.num_bytes)
+
+
 def test_without_a_step_stages_have_weights_only():
     found = plan(four, "pp", 2)
     assert [stage.share.weights for stage in found.stages] == [2 * MATRIX] * 2
