@@ -86,12 +86,12 @@ class Strategy:
     data_group: Collectives
     everyone: Collectives
     gradient_divisor: int
-    _expected: Set[str] = frozenset()
 
     def __init__(self, collectives: Collectives) -> None:
         self.data_group = self.everyone = self._peers = collectives
         self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
+        self._expected: Set[str] = frozenset()
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:

@@ -46,6 +46,7 @@ from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder
 from headway.strategies.fully_sharded.usage import ParameterUsage
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
 from headway.strategies.tensor.tensor_parallel import TensorParallel
+from headway.weights.pieces import inner_tensors
 
 fsdp = Later("torch.distributed.fsdp")
 
@@ -233,7 +234,8 @@ class MeshStrategy(Strategy):
         if lacks_values:
             check_initialisers(model, self._expected)  # of buffers, too
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
-        self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
+        tensors = inner_tensors((*model.parameters(), *model.buffers()))
+        self.everyone.broadcast_into([each for each in tensors if not each.is_meta])
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
         super().setup(model, transforms)
