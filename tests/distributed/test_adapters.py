@@ -1,6 +1,7 @@
 """Adapters beside a frozen base: LoRA in every layout, checkpoints without the base, and bases of four and eight bits."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,35 +146,49 @@ def test_its_size_is_the_adapters(tmp_path):
 # -------------------------------------------------------------------- quantised bases
 
 
-def in_four_bits() -> Any:
-    """LoRA on a base in NF4, whose bytes are stored as float32, as FSDP wants them."""
-    import bitsandbytes
-
+def on_base(kind: str) -> Any:
+    """LoRA on a quantised base; NF4 is stored as float32, as FSDP wants it."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = seeded(0, lambda: pairs_of_heads(True, **sizes))
+    if kind == "torchao, int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model.model.layers, Int8WeightOnlyConfig())
+        return with_adapters(model)
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
+                shape = (child.in_features, child.out_features)
                 how = {"compute_dtype": torch.float32, "quant_type": "nf4", "quant_storage": torch.float32}
-                made = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, bias=False, **how)
+                is_nf4 = kind == "bitsandbytes, nf4"
+                made = (
+                    Linear4bit(*shape, False, **how) if is_nf4 else Linear8bitLt(*shape, False, has_fp16_weights=False)
+                )
                 made.load_state_dict(child.state_dict())
                 setattr(module, name, made.to("cpu"))
     return with_adapters(model)
 
 
-def quantised(layout: str) -> bool:
+def quantised(kind: str, layout: str) -> tuple[bool, bool]:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = in_four_bits()
+    model = on_base(kind)
+    with torch.no_grad():  # rank 0's adapters and norms reach all
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and "int8" not in kind and accelerator.process_index:
+                parameter.zero_()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     norms = updates(accelerator, model, optimizer, range(4))
-    assert norms == pytest.approx(by_hand(4, in_four_bits)[0], abs=1e-6)
+    assert norms == pytest.approx(by_hand(4, partial(on_base, kind))[0], abs=1e-6)
     base = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
-    assert base.numel() == 128 * 256 // 8  # eight of them in a float32
-    return is_dtensor(base) and base.to_local().numel() < base.numel()
+    return is_dtensor(base) and base.to_local().numel() < base.numel(), base.numel() == 128 * 256 // 8
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_lora_on_a_base_in_four_bits_is_that_of_one_process(layout):
-    pytest.importorskip("bitsandbytes")
-    for is_cut in run_ranks(quantised, 2, layout):
-        assert is_cut == (layout == "fsdp")
+@pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8"])
+def test_lora_on_a_quantised_base_is_that_of_one_process(kind, layout):
+    pytest.importorskip(kind.partition(",")[0])
+    for is_cut, is_packed in run_ranks(quantised, 2, kind, layout):
+        assert is_packed == ("nf4" in kind)
+        assert is_cut == (layout == "fsdp" and "nf4" in kind)

@@ -37,6 +37,7 @@ from headway.runtime.collectives.checked import Collectives
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Strategy, Transform
 from headway.strategies.replica import average_gradients
+from headway.weights.pieces import inner_tensors
 
 _KEY = "rebuilt_per_bucket_param_indices"
 _FEWEST = 3
@@ -147,8 +148,13 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
         chosen, device = self._options, next(iter(model.parameters())).device
+        tensors = [*model.parameters(), *model.buffers()]
+        is_wrapped = any(inner is not each for inner, each in zip(inner_tensors(tensors), tensors))
+        if is_wrapped:  # torch's own exchange cannot read them
+            self.everyone.broadcast_into(list(inner_tensors(tensors)))
         engine = DistributedDataParallel(
             model,
+            init_sync=not is_wrapped,
             device_ids=None if device.type == "cpu" else [device],
             dim=chosen.dim,
             bucket_cap_mb=chosen.bucket_cap_mb,

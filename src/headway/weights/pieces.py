@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.errors import CheckpointError
 
@@ -134,6 +135,16 @@ def held(value: Any) -> torch.Tensor:
         return next((box.values for box in value.boxes), torch.empty(0, dtype=value.dtype))
     plain: torch.Tensor = value
     return plain
+
+
+def inner_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and in place of one that wraps others (torchao's quantised ones) those."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from inner_tensors(getattr(tensor, name) for name in names)
+        else:
+            yield tensor
 
 
 def memory_of(value: Any) -> tuple[Any, ...]:

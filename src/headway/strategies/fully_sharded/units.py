@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.common.optional import Later
 from headway.common.text import listed
@@ -124,6 +125,10 @@ def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn
                 "names, module names or names of parameters"
             )
         found.update(direct, *(m.parameters() for _, m in matching))
+    whole = [p for p in model.parameters() if _stays_whole(p)]
+    if whole:
+        log.info("%d frozen, quantised weights of %s stay whole on every rank", len(whole), type(model).__name__)
+    found.update(whole)
     learning = [name for name, p in model.named_parameters() if p in found and p.requires_grad]
     if learning:
         raise PrepareError(
@@ -131,6 +136,14 @@ def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn
             "over the ranks. Freeze them with requires_grad_(False), or shard them"
         )
     return found
+
+
+def _stays_whole(parameter: torch.nn.Parameter) -> bool:
+    """Is it a frozen, quantised one that loses what belongs to it when it is cut: int8 by bitsandbytes, or a class by torchao?"""
+    if parameter.requires_grad or type(parameter) is torch.nn.Parameter or is_dtensor(parameter):
+        return False
+    is_wrapper = is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "fsdp_pre_all_gather")
+    return is_wrapper or parameter.dtype is torch.int8
 
 
 # ---------------------------------------------------------------- what cannot be sharded

@@ -17,7 +17,7 @@ from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.weights.names import TensorLocation, own_places, places_of
-from headway.weights.pieces import is_dtensor
+from headway.weights.pieces import inner_tensors, is_dtensor
 
 log = get_logger(__name__)
 
@@ -221,7 +221,8 @@ class AwaitedValues:
         if self._is_lacking:
             check_initialisers(model, self._expected)  # of buffers, too
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
-        everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
+        tensors = inner_tensors((*model.parameters(), *model.buffers()))
+        everyone.broadcast_into([each for each in tensors if not each.is_meta])
 
     def fill(self, model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int] = ()) -> None:
         """Once it is spread: memory for what this rank holds, and the values that are not read from files; see `fill`."""
