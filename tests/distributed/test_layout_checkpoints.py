@@ -8,12 +8,15 @@ from tests.sweep.layouts import CLOSE, ENGINES, OWN, STOP, UPDATES, Job, compare
 
 
 def test_every_layout_goes_on_from_another(tmp_path):
-    """From 4 ranks to 2, to 3, to 1: each run saves where the next one goes on, in step or behind the loop."""
+    """From 8 ranks to 4, to 2, to 3, to 1: each run saves where the next one goes on, in step or behind the loop."""
 
     def at(name):
         return tmp_path / name
 
+    eight = [Job("pp=2+fsdp=2+tp=2", None, at("pp+fsdp+tp 8"), STOP)]
     four = [
+        Job("pp=2+fsdp", at("pp+fsdp+tp 8"), at("pp+fsdp 4"), 4, is_behind=True),
+        Job("pp=2+tp", at("pp+fsdp 4"), at("pp+tp 4"), 6),
         Job("fsdp", None, at("fsdp 4"), STOP, is_behind=True), Job("hsdp=2", None, at("hsdp 4"), STOP),
         Job("fsdp+tp=2", at("fsdp 4"), at("fsdp+tp 4"), 4, is_behind=True), Job("ddp", at("hsdp 4"), at("ddp 4"), 4),
         Job("fsdp", at("fsdp+tp 4")), Job("hsdp=2", at("ddp 4")),
@@ -21,15 +24,15 @@ def test_every_layout_goes_on_from_another(tmp_path):
     ]  # fmt: skip
     two = [
         Job("tp", at("fsdp+tp 4"), at("tp 2"), 6, is_behind=True), Job("fsdp", at("hsdp 4"), at("fsdp 2"), 6),
-        Job("ddp", at("fsdp 4"), at("ddp 2"), 6), Job("cp", at("ddp+pp 4"), at("cp 2"), 6, is_behind=True),
+        Job("ddp", at("pp+fsdp+tp 8"), at("ddp 2"), 6), Job("cp", at("ddp+pp 4"), at("cp 2"), 6, is_behind=True),
         Job("pp", at("fsdp+cp 4"), at("pp 2"), 6, is_behind=True),
     ]  # fmt: skip
     if available("deepspeed"):  # else test_deepspeed_saves.py says that it is skipped, and why
         two += [Job(cell.layout, at("fsdp 4")) for cell in ENGINES]
     three = [Job("fsdp", at("pp 2"), at("fsdp 3"), 7), Job("ddp", at("fsdp 2"), at("ddp 3"), 7, is_behind=True)]
-    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "tp 2", "cp 2", "fsdp+tp 4"))]
+    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "tp 2", "cp 2", "pp+tp 4"))]
     ran = [(job, num_ranks, told)
-           for num_ranks, jobs in ((4, four), (2, two), (3, three), (1, one))
+           for num_ranks, jobs in ((8, eight), (4, four), (2, two), (3, three), (1, one))
            for job, told in zip(jobs, run(num_ranks, jobs, is_small=True), strict=True)]  # fmt: skip
     whole = next(told for job, num_ranks, told in ran if (job, num_ranks) == (one[0], 1))
     assert len(whole.losses) == UPDATES

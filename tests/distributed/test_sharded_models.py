@@ -11,7 +11,8 @@ from headway import ShardingOptions, init_empty_weights
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded.dtensors import local
-from headway.strategies.fully_sharded.units import fill, find_units
+from headway.strategies.fully_sharded.units import find_units
+from headway.strategies.fully_sharded.values import fill
 from headway.weights.pieces import is_dtensor
 from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks

@@ -48,7 +48,8 @@ class Cell:
 OWN = tuple(
     Cell(layout, num_ranks)
     for num_ranks, layouts in {
-        4: ("fsdp", "hsdp=2", "fsdp+tp=2", "fsdp+cp=2", "ddp=2+pp=2", "ddp"),
+        8: ("pp=2+fsdp=2+tp=2",),
+        4: ("fsdp", "hsdp=2", "fsdp+tp=2", "fsdp+cp=2", "ddp=2+pp=2", "pp=2+fsdp", "pp=2+tp", "ddp"),
         2: ("fsdp", "tp", "cp", "pp", "ddp"), 3: ("fsdp", "ddp"), 1: ("ddp",),
     }.items()
     for layout in layouts

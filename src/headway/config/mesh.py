@@ -34,8 +34,6 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
-BESIDE_PP = ("pp", "replicate")
-"""Axes that a run with pipeline stages may have."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
 _LONGEST = 200
@@ -116,6 +114,12 @@ class Layout:
             for stage in range(outer)
             for place in range(inner)
         ]
+
+    @property
+    def stages(self) -> list[range]:
+        """Ranks that hold the same stages of a pipeline."""
+        size = self.num_ranks // self.pp
+        return [range(stage * size, (stage + 1) * size) for stage in range(self.pp)]
 
     @property
     def is_replicas_only(self) -> bool:
@@ -283,10 +287,10 @@ def check_served(layout: Layout) -> None:
     Raises:
         UnsupportedError: it is one.
     """
-    beside = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in BESIDE_PP]
-    if layout.pp > 1 and beside:
+    if layout.pp > 1 and layout.cp > 1:
         raise UnsupportedError(
-            f"{' and '.join(beside)} cannot be combined with pipeline stages (pp={layout.pp}) yet; use pp with ddp, as in ddp=2+pp=2"
+            f"{_WORDS['cp']} (cp={layout.cp}) cannot be combined with pipeline stages (pp={layout.pp}) yet; leave cp out, as in "
+            "fsdp=2+pp=2+tp=2 (with TensorParallelOptions(sequence_parallel=True) for long sequences), or pp, as in fsdp=2+cp=2"
         )
 
 

@@ -17,7 +17,7 @@ from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.transfers import move
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
-from headway.strategies.fully_sharded.units import check_initialisers, fill
+from headway.strategies.fully_sharded.values import check_initialisers, fill
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
@@ -86,12 +86,12 @@ class Strategy:
     data_group: Collectives
     everyone: Collectives
     gradient_divisor: int
-    _expected: Set[str] = frozenset()
 
     def __init__(self, collectives: Collectives) -> None:
         self.data_group = self.everyone = self._peers = collectives
         self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
+        self._expected: Set[str] = frozenset()
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:

@@ -6,7 +6,7 @@ from headway.config import mesh
 from headway.config.engines import EngineOptions, Float8Options
 from headway.config.layout_choice import ResolvedLayout
 from headway.config.mesh import Layout
-from headway.config.parallelism import PipelineOptions, ShardingOptions
+from headway.config.parallelism import PipelineOptions, ShardingOptions, TensorParallelOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import SingleStrategy, Strategy
@@ -102,17 +102,39 @@ def build_strategy(
                 )
             from headway.strategies.pipeline.strategy import PipelineStrategy
 
-            return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())
+            pipeline = options.pipeline or PipelineOptions()
+            _check_stages(sharding, options.tensor or TensorParallelOptions())
+            if not layout.sizes.keys() - {"pp", "replicate"}:
+                return PipelineStrategy(collectives, layout, pipeline)
         from headway.strategies.fully_sharded.mesh import MeshStrategy  # brings torch's compiler with it
 
-        return MeshStrategy(
+        spread = MeshStrategy(
             collectives, layout, sharding, number_format, options.tensor, options.context, options.float8, computes_on
         )
+        return PipelineStrategy(collectives, layout, pipeline, spread) if layout.pp > 1 else spread
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:
         return DDPStrategy(collectives, options.ddp)
     return SingleStrategy(collectives)
+
+
+def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> None:
+    """Can stages be spread in this way?
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    if tensor.loss_parallel:
+        raise UnsupportedError(
+            "TensorParallelOptions(loss_parallel=True) leaves logits split, which a pipeline hands to all its ranks; leave it out, "
+            "or use strategy='fsdp+tp'"
+        )
+    if sharding.reshard_after_forward not in (None, False):
+        raise UnsupportedError(
+            f"reshard_after_forward={sharding.reshard_after_forward} would gather for each micro-batch, and ranks of a pipeline may "
+            "have different numbers of them; leave it out: what is gathered stays until gradients are summed"
+        )
 
 
 def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:

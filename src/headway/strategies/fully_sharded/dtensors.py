@@ -19,7 +19,7 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
-from headway.weights.pieces import is_dtensor, own_boxes, slices
+from headway.weights.pieces import is_dtensor, own_boxes, places, slices
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor
@@ -42,9 +42,17 @@ def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
     if is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    made = around(torch.empty(local(like).shape, dtype=tensor.dtype, device=local(like).device), like)
-    put_whole(made, tensor.detach())
-    return made
+    whole = tensor.detach()
+    boxes = ((offsets, whole[slices(offsets, local(like)[where].shape)]) for offsets, where in places(like))
+    return join(boxes, tensor.dtype, like)
+
+
+def join(boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dtype, like: Any) -> torch.Tensor:
+    """A DTensor that is cut as `like`, of this rank's boxes: (where each begins, its values)."""
+    part, where = torch.empty(local(like).shape, dtype=dtype, device=local(like).device), dict(places(like))
+    for offsets, values in boxes:
+        part[where[offsets]].copy_(values)
+    return around(part, like)
 
 
 def around(part: torch.Tensor, like: Any) -> torch.Tensor:
@@ -117,7 +125,7 @@ def copies(tensor: torch.Tensor, num_ranks: int) -> int:
 
 
 def total_norm(
-    parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives, num_copies: int | None = None
+    parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives, num_holders: int | None = None
 ) -> torch.Tensor:
     """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; one exchange.
 
@@ -127,17 +135,17 @@ def total_norm(
         parameters: whose gradients.
         norm_type: 2 for the Euclidean norm.
         everyone: the ranks that hold them.
-        num_copies: on how many of these each lies, where a rank may have none; None: as DTensors say, and plain ones on all.
+        num_holders: how many of these hold what this one holds, or parts of it, where a rank may have none; None: all.
     """
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    device, dtype = torch.device("cpu") if num_copies is None else everyone.runtime.device, torch.float32
+    device, dtype = torch.device("cpu") if num_holders is None else everyone.runtime.device, torch.float32
     for parameter in parameters:
         grad = complete(parameter)
         if grad is not None:
             part = local(grad)
             device, dtype = part.device, torch.promote_types(dtype, part.dtype)
             if part.numel():
-                key = num_copies or copies(grad, everyone.world_size), part.device, part.dtype
+                key = copies(grad, num_holders or everyone.world_size), part.device, part.dtype
                 alike.setdefault(key, []).append(part.detach())
     # Where gradients lie on several devices (offloaded ones among them), the sum is made on the CPU.
     device = device if all(key[1] == device for key in alike) else torch.device("cpu")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headway.common.optional import Later
+from headway.config.parallelism import ShardingOptions
 from headway.errors import CollectiveError, UnsupportedError
 from headway.runtime.collective_log import CollectiveLog, LedgerEntry, Step
 from headway.runtime.collectives.checked import Collectives
@@ -87,6 +88,78 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 @contextmanager
+def unsynchronised(model: Any) -> Iterator[None]:
+    """A block whose backwards leave gradients whole."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def prefetch(units: list[Any], options: ShardingOptions) -> None:
+    """Tell each unit, in the order of the tree, which ones to gather ahead."""
+    for index, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])
+
+
+def hold(model: Any, is_held: bool = True) -> None:
+    """Backwards leave parameters gathered and gradients whole: stages go back and forth between micro-batches."""
+    model.set_requires_gradient_sync(not is_held)
+    model.set_reshard_after_backward(not is_held)
+    model.set_is_last_backward(not is_held)
+
+
+def reduce_held(model: torch.nn.Module, everyone: Collectives) -> None:
+    """Sum the gradients that a window has left whole; a parameter that no rank has used is left out.
+
+    Args:
+        model: sharded, and held.
+        everyone: all ranks that hold it.
+    """
+    learning = [record for record in records(model) if record.sharded_param.requires_grad]
+    for group in groups(model):
+        group.post_backward()  # what zero bubble has left beside the sums
+    flags = torch.tensor([float(bool(held_gradients([record]))) for record in learning])
+    everyone.sum_in_place([flags])
+    for record, count in zip(learning, flags.tolist()):
+        if count and not held_gradients([record]):
+            whole: Any = whole_parameter(record)
+            whole.grad = torch.zeros_like(whole)
+            record.to_accumulated_grad_if_needed()
+    hold(model, False)
+    _reduce(model)
+    hold(model)
+
+
+def held_gradients(found: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of these records that were not reduced."""
+    pairs = ((record.unsharded_accumulated_grad, getattr(whole_parameter(record), "grad", None)) for record in found)
+    return [grad for pair in pairs for grad in pair if grad is not None]
+
+
+def _reduce(model: torch.nn.Module) -> None:
+    for group in groups(model):
+        group.post_backward()
+    for unit in list(shards(model))[:1]:  # of all units
+        unit._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def leave_forward(model: torch.nn.Module, output: Any) -> Any:
+    """What follows the root's forward, where that was left before its end."""
+    return model._get_fsdp_state()._post_forward(model, (), output)  # type: ignore[operator]
+
+
+def seen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """These parts as autograd sees them."""
+    whole = {id(record.sharded_param): whole_parameter(record) for record in records(model)}
+    return [parameter if (found := whole.get(id(parameter))) is None else found for parameter in parameters]
+
+
+@contextmanager
 def kept_whole(model: torch.nn.Module) -> Iterator[None]:
     """A backward for which all units are gathered beforehand, and whose gradients are reduced afterwards, if at all."""
     units: list[Any] = list(shards(model))
@@ -99,9 +172,7 @@ def kept_whole(model: torch.nn.Module) -> Iterator[None]:
         yield
         for group, *before in reductions:
             group.reduce_grads, group.all_reduce_grads = before
-            group.post_backward()
-        for unit in units[:1]:  # of all units
-            unit._get_fsdp_state()._root_post_backward_final_callback()
+        _reduce(model)
     finally:
         for group, *before in reductions:
             group.reduce_grads, group.all_reduce_grads = before

@@ -6,7 +6,7 @@ go by `current`, norms need an exchange (`dtensors.py`), and a model runs on all
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 
 from headway.common import scope, traces
 from headway.common.optional import Later
-from headway.common.text import format_bytes
 from headway.config.engines import Float8Options
 from headway.config.layout_request import TorchContextParallelConfig
 from headway.config.mesh import DATA_AXES, Layout, written
@@ -32,18 +31,10 @@ from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
 from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.units import (
-    ShardingUnits,
-    check_initialisers,
-    check_whole,
-    fill,
-    find_units,
-    is_without_memory,
-    spread_values,
-    take_values,
-)
+from headway.strategies.fully_sharded.units import ShardingUnits, bring_buffers, check_whole, find_units, units_here
 from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
 from headway.strategies.fully_sharded.usage import ParameterUsage
+from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
@@ -89,12 +80,16 @@ class ShardedModel:
             self.context.release()
 
 
+class ShardedStages(ShardedModels):
+    """Those of a pipeline's stages, which were cut into stages, too."""
+
+
 class MeshStrategy(Strategy):
     """Parameters in parts along the axes of a mesh.
 
     Args:
         collectives: all ranks.
-        layout: how many ranks each axis takes.
+        layout: how many ranks each axis takes; in a pipeline `everyone` are those with this rank's stages.
         options: of sharding.
         number_format: the run's mixed_precision: "no", "bf16", "fp16" or "fp8".
         tensor: options of tensor parallelism; None: models' own plans.
@@ -104,6 +99,7 @@ class MeshStrategy(Strategy):
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
+        is_sharded: FSDP looks after parameters.
     """
 
     name = "fsdp"
@@ -126,6 +122,7 @@ class MeshStrategy(Strategy):
         options.check(layout.num_shards)
         formats.check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
+        self.is_sharded = layout.replicate * layout.num_shards > 1
         self.name = written(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
         self._options = options
         self._number_format = number_format
@@ -135,7 +132,10 @@ class MeshStrategy(Strategy):
         self._float8 = float8
         self._computes_on = computes_on or collectives.runtime.device.type
         self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
-        if layout.num_data_shards < layout.num_ranks:
+        self._all = collectives
+        if layout.pp > 1:
+            self.everyone = collectives.split(layout.stages)
+        elif layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
         self.data_shard = ShardIndex(self._data_index(), layout.num_data_shards)
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
@@ -178,8 +178,15 @@ class MeshStrategy(Strategy):
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
 
-    def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+    def setup(
+        self, model: torch.nn.Module, transforms: Iterable[Transform] = (), elsewhere: Container[int] = ()
+    ) -> Engine | None:
         """Give all ranks rank 0's values, apply the transforms, shard; names of parameters stay what they were.
+
+        Args:
+            model: the user's own.
+            transforms: what is done to it before.
+            elsewhere: ids of empty tensors, which are those of other stages of a pipeline.
 
         Raises:
             PrepareError: what cannot be sharded, by name.
@@ -192,7 +199,7 @@ class MeshStrategy(Strategy):
             if self.layout.cp > 1:
                 is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
                 made.context = ContextParallel(model, self.mesh["cp"], self.everyone, self._context, is_exact)
-            self._shard_once(made, transforms)
+            self._shard_once(made, transforms, elsewhere)
         except BaseException:
             made.leave_alone()
             raise
@@ -202,9 +209,9 @@ class MeshStrategy(Strategy):
         self._comm_hooks.open(model)
         return made.context
 
-    def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform]) -> None:
+    def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
         model = made.model
-        known = self.everyone.runtime.scope.own(ShardedModels)
+        known = self.everyone.runtime.scope.own(ShardedModels if self.layout.pp == 1 else ShardedStages)
         how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
         cut = known.find(model, how)
         if cut is not None:
@@ -214,7 +221,7 @@ class MeshStrategy(Strategy):
             return
         check_hooks(model)
         name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
-        self._set_up(made, transforms)
+        self._set_up(made, transforms, elsewhere)
         # Weakly: it holds the model, whose hooks hold what needs it.
         known.note(model, how, (lambda: None) if made.cut is None else weakref.ref(made.cut))
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -222,26 +229,33 @@ class MeshStrategy(Strategy):
         self._replaced.note((parameter, after[key]) for key, parameter in replaced)
         made.lost_writes = LostWrites(model, replaced, name)
 
-    def _set_up(self, made: ShardedModel, transforms: Iterable[Transform]) -> None:
-        model, is_sharded = made.model, self.layout.replicate * self.layout.num_shards > 1
-        if is_sharded:
-            find_units(model, self._options)  # what is refused is refused before anything is changed
+    def begin(self, model: torch.nn.Module, expected: Set[str]) -> AwaitedValues:
+        """Refuse what cannot be sharded, before anything is changed, and give all ranks rank 0's values.
+
+        Args:
+            expected: names of tensors whose values are read afterwards.
+
+        Returns:
+            What fills the rest once the model is spread.
+
+        Raises:
+            PrepareError: what cannot be, by name.
+        """
+        if self.is_sharded:
+            find_units(model, self._options)
         check_whole(model)
-        given = take_values(model, self.everyone)
-        self._expected = given.keys() or self._expected
-        lacks_values = is_without_memory(model)
-        if lacks_values:
-            check_initialisers(model, self._expected)  # of buffers, too
-        # Where they lie: parts of models that were made from different seeds would make a patchwork.
-        self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
+        return AwaitedValues(model, self._all, expected)
+
+    def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+        model = made.model
+        missing = self.begin(model, self._expected) if self.layout.pp == 1 else None
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
         super().setup(model, transforms)
-        if not is_sharded:
-            if lacks_values:
-                fill(model, (), self.everyone.runtime.device, self.everyone, self._expected)
+        if not self.is_sharded:
+            if missing is not None:
+                missing.fill(model, ())
             bring_buffers(model, self.everyone.runtime.device)
-            spread_values(model, given, self.everyone.runtime.device, self.everyone)
             return
         num_wrapped = formats.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         units = find_units(model, self._options)
@@ -251,19 +265,15 @@ class MeshStrategy(Strategy):
                 "shared parameters with the root",
                 ", ".join(units.split),
             )
-        inner = self._shard(model, units)
+        inner = self._shard(model, units, elsewhere)
         if num_wrapped:
             formats.scale_before_forward(model)
-        if lacks_values:
-            largest = fill(model, inner, self.everyone.runtime.device, self.everyone, self._expected)
-            log.info(
-                "%s was initialised unit by unit; the largest unit takes %s",
-                type(model).__name__,
-                format_bytes(largest),
-            )
-        spread_values(model, given, self.everyone.runtime.device, self.everyone)
+        if missing is not None:
+            missing.fill(model, inner)
 
-    def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
+    def _shard(
+        self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int] = ()
+    ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
         dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
@@ -273,26 +283,31 @@ class MeshStrategy(Strategy):
         given: dict[str, Any] = {
             "mesh": self._shards,
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
-            "ignored_params": set(units.ignored) or None,
+            "ignored_params": {*units.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
         }
-        reshard = chosen.reshard_after_forward
-        norms = list(formats.norms_within(units.modules, dtypes))
+        is_held = self.layout.pp > 1
+        reshard = False if is_held else chosen.reshard_after_forward
+        modules = units_here(model, units.modules, elsewhere)
+        norms = list(formats.norms_within(modules, dtypes))
         for norm in norms:
             fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
-        for unit in units.modules:
+        for unit in modules:
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
         whole_root = reshard if isinstance(reshard, bool) else None
         fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=dtypes.root, **given)
-        gathered.sum_unused_too(model)
-        wanted = set(map(id, units.modules))
-        _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
+        if is_held:
+            gathered.hold(model)
+        else:
+            gathered.sum_unused_too(model)
+        wanted = set(map(id, modules))
+        gathered.prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         for name in chosen.forward_methods:
             if not callable(getattr(model, name, None)):
                 raise PrepareError(
                     f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
                 )
             fsdp.register_fsdp_forward_method(model, name)
-        return [*norms, *units.modules]
+        return [*norms, *modules]
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """Those that work element by element, and those that know DTensors.
@@ -318,7 +333,7 @@ class MeshStrategy(Strategy):
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Where gradients stay local, each rank keeps all of them, whole."""
-        return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else _unsynchronised(model)
+        return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else gathered.unsynchronised(model)
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
@@ -408,12 +423,23 @@ class MeshStrategy(Strategy):
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
         for each in self._prepared:
-            each.usage.settle()
+            if self.layout.pp == 1:
+                each.usage.settle()
+            elif self.is_sharded:
+                gathered.reduce_held(each.model, self.everyone)
         for each in self._prepared:
             if each.cut is not None:
-                each.cut.check_gradients(self.everyone)
+                each.cut.check_gradients(self._all)
             if self._options.broadcast_buffers and each.model.training:
-                self.everyone.broadcast_in_place([buffer for buffer in each.model.buffers() if buffer.numel()])
+                buffers = [buffer for buffer in each.model.buffers() if buffer.numel() and not buffer.is_meta]
+                self.everyone.broadcast_in_place(buffers)
+
+    def leave(self, model: torch.nn.Module, output: Any) -> Any:
+        """A stage's last block has run, and the model's forward was left: what comes at the end of one, of its output."""
+        for each in self._prepared:
+            if each.model is model and each.cut is not None:
+                each.cut.leave()
+        return gathered.leave_forward(model, output) if self.is_sharded else output
 
     # ---------------------------------------------------------------- final gradients
 
@@ -434,6 +460,8 @@ class MeshStrategy(Strategy):
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
             for lost in filter(None, (each.lost_writes for each in self._prepared)):
                 lost.check()
+        for model in self._models:  # what a forward has gathered since backward will be older than the update
+            gathered.reshard(model)
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
             formats.compute_scales(self._models)
@@ -466,29 +494,3 @@ class MeshStrategy(Strategy):
         """By the bare module's names; sharded tensors as DTensors."""
         self.at_rest(model)
         yield from super().export_state(model)
-
-
-def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-@contextmanager
-def _unsynchronised(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
-def _prefetch(units: list[Any], options: ShardingOptions) -> None:
-    """Tell each unit, in the order of the tree, which ones to gather ahead."""
-    for index, unit in enumerate(units):
-        if options.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
-        if options.backward_prefetch:
-            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])

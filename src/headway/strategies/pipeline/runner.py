@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from headway import errors
 from headway.config.parallelism import PipelineOptions
-from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
+from headway.errors import CollectiveError, HeadwayError, LossError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.cut import cut_rows, slice_bounds
 from headway.runtime.collectives.tree import Tree, find_batch_size
+from headway.strategies.fully_sharded.fsdp_state import seen
 from headway.strategies.pipeline.stage_forward import CallCache, ModuleRouter, signature
 
 if TYPE_CHECKING:
@@ -30,6 +31,30 @@ log = get_logger(__name__)
 
 Compute = Callable[[int, int, Tree], Tree]
 """From (stage, micro-batch, what was received) to what the stage's last block returns, or the loss."""
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """A batch whose loss is computed in backward.
+
+    Attributes:
+        fn: from a micro-batch to its loss.
+        pieces: the micro-batches.
+        weights: of each, over how many items its loss is taken.
+        reduction: "mean" or "sum".
+        loss: stands for the batch's loss until that is known.
+    """
+
+    fn: Callable[[Tree], torch.Tensor]
+    pieces: Sequence[Tree]
+    weights: Sequence[float]
+    reduction: str
+    loss: torch.Tensor
+
+    def share(self, number: int) -> float:
+        """How much a micro-batch's loss counts in the batch's."""
+        total = sum(self.weights)
+        return 1.0 if self.reduction == "sum" else self.weights[number] / total if total else 0.0
 
 
 @dataclass
@@ -152,11 +177,14 @@ class PipelineRunner:
         for stage in sorted(self.route.local):
             weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
 
+            def learning(weights: list[torch.nn.Parameter] = weights) -> Any:
+                return iter(seen(self.model, weights))
+
             def run(number: int, received: Tree, stage: int = stage) -> Tree:
                 return compute(stage, number, received)
 
             made[stage] = PipelineStage(
-                self.model, stage, self.num_stages, self.device, self.group.group, self.owners, weights, run
+                stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
             )
         return made
 
@@ -278,3 +306,17 @@ def again(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
 
 def _autocast(device: torch.device) -> str:
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+
+
+def check_loss(found: Any) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        LossError: it is none.
+    """
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise LossError(
+            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar "
+            "tensor that depends on parameters that learn"
+        )

@@ -126,30 +126,28 @@ class PipelineStage(_PipelineStageBase):
     """A stage of one batch.
 
     Args:
-        model: of which it is a part.
         stage: its number.
         num_stages: of the pipeline.
         device: where it computes.
         group: the ranks along the pipeline.
         owners: the rank of each stage.
-        weights: the parameters that learn in this stage.
+        learning: gives the parameters that learn in this stage, as autograd sees them.
         compute: from (micro-batch, what the stage before has sent) to what its last block returns, or to a loss.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
         stage: int,
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
         owners: Sequence[int],
-        weights: Sequence[torch.nn.Parameter],
+        learning: Callable[[], Iterator[torch.nn.Parameter]],
         compute: Callable[[int, Tree], Tree],
     ) -> None:
-        super().__init__(model, stage, num_stages, device, group)
+        super().__init__(torch.nn.Identity(), stage, num_stages, device, group)  # schedules free what FSDP has gathered
         self.stage_index_to_group_rank = dict(enumerate(owners))
-        self._weights = list(weights)
+        self._parameters = learning
         self._compute = compute
         self.arriving: dict[int, StageActivation] = {}
         self.ahead: set[int] = set()
@@ -305,6 +303,3 @@ class PipelineStage(_PipelineStageBase):
         half = self._halves.pop(bwd_chunk_id, None)
         if half is not None:
             half()
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return iter(self._weights)

@@ -241,6 +241,7 @@ class ModuleRouter:
     Attributes:
         running: the stage that runs at the moment.
         whole: what runs the whole pipeline, when the model is called outside of a stage.
+        leave: what ends the model's forward, of its output, where a stage has left it before its end.
     """
 
     def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
@@ -249,6 +250,7 @@ class ModuleRouter:
         self.local = local
         self.running: StageForward | None = None
         self.whole: Call | None = None
+        self.leave: Callable[[Tree], Tree] | None = None
         self._device = device
         self._shapes: CallCache[Tree] = CallCache(
             "the shapes that modules of other stages return are found anew for each"
@@ -275,7 +277,7 @@ class ModuleRouter:
         except StageDone as arrived:
             if arrived.running is not mine:
                 raise
-            return arrived.output
+            return arrived.output if self.leave is None else self.leave(arrived.output)
         finally:
             self.running = before
 
@@ -301,7 +303,6 @@ class ModuleRouter:
         self,
         name: str,
         module: torch.nn.Module,
-        bare: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tree:
@@ -317,7 +318,7 @@ class ModuleRouter:
             given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
             try:
                 with torch.no_grad(), _without_values(module):
-                    found = bare(*given, **named)
+                    found = module.forward(*given, **named)  # without its hooks, which may exchange values
             except Exception as error:
                 raise PrepareError(
                     f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
@@ -352,7 +353,7 @@ class ModuleRouter:
             return bare(*args, **kwargs)
         self.running.absent(name)
         if not is_here:
-            return self.shapes(name, module, bare, args, kwargs)
+            return self.shapes(name, module, args, kwargs)
         with torch.no_grad():  # this process has it for another of its stages
             found = bare(*args, **kwargs)
         return map_tensors(lambda tensor: stand_in(tensor, tensor.device), found)
@@ -380,11 +381,16 @@ def _without_values(module: torch.nn.Module) -> Iterator[None]:
     before = [dict(table) for table in tables]
     try:
         for table in tables:
-            table.update({name: tensor.to("meta") for name, tensor in table.items() if tensor is not None})
+            table.update({name: _shape_of(tensor) for name, tensor in table.items() if tensor is not None})
         yield
     finally:
         for table, held in zip(tables, before):
             table.update(held)
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a part, that of the whole."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def is_routed(model: torch.nn.Module) -> bool:

@@ -9,7 +9,7 @@ The state of a pipeline's stages for checkpoints: each tensor is whole on the ra
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from headway.config.mesh import Layout
 from headway.config.parallelism import PipelineOptions
 from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
+from headway.strategies.fully_sharded import dtensors
 from headway.strategies.parts import find_blocks
-from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
+from headway.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor
 from headway.weights.shards import TensorSpec
 
 
@@ -191,15 +192,27 @@ class PipelineState:
         self._model = model
         self._rank = rank
         self._ranks = layout.groups("pp")[0]
+        self._place = layout.coordinates(rank)["pp"]
         self._everywhere = frozenset(range(layout.pp))
+        self._is_spread = bool(layout.sizes.keys() - {"pp", "replicate"})
+
+    def elsewhere(self) -> frozenset[int]:
+        """The ids of tensors that only other ranks hold."""
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return frozenset(id(tensor) for name, tensor in named if self._place not in self.owners[name])
 
     # ---------------------------------------------------------------- pieces
 
     def _piece(
         self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None
     ) -> ShardPiece:
+        if held is not None and is_dtensor(held):
+            piece = ShardCutter().piece(held)
+            boxes = (replace(box, is_written=box.is_written and self._place == min(on)) for box in piece.boxes)
+            return replace(piece, boxes=tuple(boxes), split=None)
         writer = self._ranks[min(on)]
-        split = TensorSplit(tuple((size,) for size in shape), (writer,))
+        # How a stage's parameters are spread, the ranks of other stages do not know.
+        split = None if self._is_spread else TensorSplit(tuple((size,) for size in shape), (writer,))
         if held is None:
             return ShardPiece(shape, dtype, (), None, split)
         plain = held.detach()
@@ -207,7 +220,7 @@ class PipelineState:
 
     def _part(self, name: str, tensor: torch.Tensor) -> Any:
         on = self.owners[name]
-        if on == self._everywhere:
+        if on == self._everywhere and not is_dtensor(tensor):
             return tensor.detach()
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -269,7 +282,7 @@ class PipelineState:
     def _shown(self, told: Any, on: frozenset[int], held: Any) -> Any:
         if not isinstance(told, TensorSpec):
             return told if held is None else held
-        if on == self._everywhere:
+        if on == self._everywhere and not is_dtensor(held):
             return held
         if 0 in told.shape:
             return torch.empty(told.shape, dtype=told.dtype)
@@ -286,8 +299,15 @@ class PipelineState:
             state = optimizer.state[parameter]
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, ShardPiece):
-                    whole = value.boxes[0].values if value.boxes else torch.empty(value.shape, dtype=value.dtype)
-                    state[key] = whole.to(parameter.device)
+                    state[key] = _joined(value, parameter)
+
+
+def _joined(piece: ShardPiece, parameter: torch.Tensor) -> torch.Tensor:
+    """A state that was loaded, as it lies beside its parameter."""
+    if is_dtensor(parameter):
+        return dtensors.join(((box.offsets, box.values) for box in piece.boxes), piece.dtype, parameter)
+    whole = piece.boxes[0].values if piece.boxes else torch.empty(piece.shape, dtype=piece.dtype)
+    return whole.to(parameter.device)
 
 
 def _told(value: Any) -> Any:

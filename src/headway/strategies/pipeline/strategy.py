@@ -2,60 +2,41 @@
 
 `forward_backward` runs torch's schedules; a model that is called as any other goes through in GPipe's order. Replicas of a pipeline
 (`ddp x pp`) average their gradients when a window closes; parameters that several stages hold (tied ones) sum theirs there.
+Beside other axes a `MeshStrategy` spreads what this rank's stages hold over the ranks that have the same stages.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.config.mesh import Layout
+from headway.config.mesh import Layout, written
 from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
-from headway.errors import LossError, PrepareError, StateError, UnsupportedError
+from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
-from headway.strategies.fully_sharded import dtensors
+from headway.strategies.fully_sharded import dtensors, fsdp_state
+from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
 from headway.strategies.parts import ReplacedParameters, ShardedModels, left
 from headway.strategies.pipeline.plain_calls import PlainCalls
-from headway.strategies.pipeline.runner import PipelineRunner
+from headway.strategies.pipeline.runner import PipelineRunner, PipelineTask, check_loss
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed
 from headway.strategies.pipeline.stages import PipelineState, find_stages
 from headway.strategies.replica import average_gradients
 from headway.strategies.rng import go_on, own_generators
 
+if TYPE_CHECKING:
+    from headway.strategies.fully_sharded.mesh import MeshStrategy  # brings torch's compiler with it
+
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class PipelineTask:
-    """A batch whose loss is computed in backward.
-
-    Attributes:
-        fn: from a micro-batch to its loss.
-        pieces: the micro-batches.
-        weights: of each, over how many items its loss is taken.
-        reduction: "mean" or "sum".
-        loss: stands for the batch's loss until that is known.
-    """
-
-    fn: Callable[[Tree], torch.Tensor]
-    pieces: Sequence[Tree]
-    weights: Sequence[float]
-    reduction: str
-    loss: torch.Tensor
-
-    def share(self, number: int) -> float:
-        """How much a micro-batch's loss counts in the batch's."""
-        total = sum(self.weights)
-        return 1.0 if self.reduction == "sum" else self.weights[number] / total if total else 0.0
 
 
 class PipelineStrategy(Strategy):
@@ -65,6 +46,7 @@ class PipelineStrategy(Strategy):
         collectives: all ranks.
         layout: how many ranks each axis takes.
         options: where the model is cut, and the schedule.
+        spread: what spreads a stage's parameters; None: they are whole.
     """
 
     name = "pp"
@@ -77,15 +59,24 @@ class PipelineStrategy(Strategy):
         local_training=False,
     )
 
-    def __init__(self, collectives: Collectives, layout: Layout, options: PipelineOptions) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        options: PipelineOptions,
+        spread: "MeshStrategy | None" = None,
+    ) -> None:
         super().__init__(collectives)
         self.layout = layout
+        self.name = written(dict.fromkeys(layout.sizes))
+        self._spread = spread
         self._options = options
         self._group = collectives.split(layout.groups("pp"))
         self.data_group = collectives.split(layout.data_groups)
         self._peers = self.data_group  # other ranks' optimizers hold the parameters of other stages
-        self.data_shard = ShardIndex(layout.coordinates(collectives.rank)["replicate"], layout.replicate)
-        self.gradient_divisor = layout.replicate
+        at = layout.coordinates(collectives.rank)
+        self.data_shard = ShardIndex(at["replicate"] * layout.shard + at["shard"], layout.num_data_shards)
+        self.gradient_divisor = layout.num_data_shards
         self._replaced = ReplacedParameters(tuple)
         self._shared: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
         self._uncounted: set[int] = set()
@@ -108,10 +99,10 @@ class PipelineStrategy(Strategy):
     # ---------------------------------------------------------------- setting up
 
     def materialise(self, model: torch.nn.Module) -> None:
-        """Nothing, where only other ranks' stages are without memory.
+        """Nothing, where only other ranks' stages are without memory; else see that `setup` can.
 
         Raises:
-            PrepareError: whole models come with their values.
+            PrepareError: a module without memory does not know its values.
         """
         if model in self.everyone.runtime.scope.own(ShardedModels):
             return
@@ -120,7 +111,7 @@ class PipelineStrategy(Strategy):
                 f"{type(model).__name__} was cut into stages by a run that has ended, and this process has some of them; build it "
                 "again, and load its values from a checkpoint"
             )
-        super().materialise(model)
+        check_initialisers(model, self._expected)
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not yet: `setup` brings this rank's stages alone to the device."""
@@ -131,15 +122,22 @@ class PipelineStrategy(Strategy):
         Raises:
             PrepareError: the model cannot be cut into so many stages.
         """
-        if self._has_left and self.layout.replicate > 1:
+        if self._has_left and self.layout.num_ranks > self.layout.pp:
             raise StateError(left(self.layout))
         known = self.everyone.runtime.scope.own(ShardedModels)
         how = (self.layout, self._options)
         parts = known.find(model, how)
+        missing = None
         if parts is None:
+            missing = self._begin(model)
             parts = self._cut(model, transforms)
             known.note(model, how, parts)
         route, state = parts
+        if self._spread is not None:
+            self._spread.setup(model, (), state.elsewhere())
+            route.leave = partial(self._spread.leave, model)
+        if missing is not None:
+            missing.fill(model, route.stages.blocks, state.elsewhere())
         self._pipe = PipelineRunner(model, route, self._group, self._options)
         self._calls = PlainCalls(self._pipe)
         route.whole = self._calls
@@ -163,6 +161,12 @@ class PipelineStrategy(Strategy):
 
         pipe.route.whole = call
 
+    def _begin(self, model: torch.nn.Module) -> AwaitedValues:
+        """Give all ranks rank 0's values, where there are some."""
+        if self._spread is not None:
+            return self._spread.begin(model, self._expected)
+        return AwaitedValues(model, self.everyone, self._expected)
+
     def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[ModuleRouter, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
         num_stages = num_ranks * self._options.num_per_rank
@@ -173,7 +177,6 @@ class PipelineStrategy(Strategy):
                     f"{type(model).__name__} contains a {type(module).__name__} at {name!r}, which needs all ranks at once; "
                     "use BatchNorm, and give the bare model"
                 )
-        self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
         super().setup(model, transforms)
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
@@ -207,7 +210,9 @@ class PipelineStrategy(Strategy):
                         continue
                     key = id(tensor)
                     if key not in made:
-                        made[key] = self._here(tensor, device) if rank in owners[key] else _emptied(tensor)
+                        is_whole = self._spread is None and not tensor.is_meta  # else it is brought part by part
+                        here = self._here(tensor, device) if is_whole else tensor
+                        made[key] = here if rank in owners[key] else _emptied(tensor)
                         if made[key] is not tensor:
                             self._replaced.note([(tensor, made[key])])
                         owners[id(made[key])] = owners[key]
@@ -256,15 +261,27 @@ class PipelineStrategy(Strategy):
             raise UnsupportedError(
                 "LBFGS needs all parameters in one vector, and stages have them on different ranks; use AdamW"
             )
+        if self._spread is not None:
+            self._spread.accept(optimizer)
         self._optimizers.add(optimizer)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The empty one that took its place, where it is on other ranks."""
-        return self._replaced.current(parameter)
+        now = self._replaced.current(parameter)
+        return now if self._spread is None else self._spread.current(now)
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """All of it, or nothing."""
-        return torch.empty_like(tensor, device="meta") if parameter.is_meta else tensor
+        """All of it, this rank's part, or nothing."""
+        return torch.empty_like(tensor, device="meta") if parameter.is_meta else dtensors.cut_like(tensor, parameter)
+
+    def at_rest(self, model: torch.nn.Module) -> None:
+        """Free what is gathered."""
+        if self._spread is not None:
+            self._spread.at_rest(model)
+
+    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Any:
+        """Also what is gathered of them."""
+        return super().silence(parameters) if self._spread is None else self._spread.silence(parameters)
 
     # ---------------------------------------------------------------- micro-batches
 
@@ -306,7 +323,7 @@ class PipelineStrategy(Strategy):
             found = pipe.route.run(stage, received, lambda: task.fn(task.pieces[number]), goes_on=stage == last)
             if stage < last:
                 return found
-            _check_loss(found)
+            check_loss(found)
             share = task.share(number)
             if task.weights[number]:  # a mean over nothing may be NaN
                 total.add_(found.detach().reshape(()).float(), alpha=share)
@@ -350,9 +367,11 @@ class PipelineStrategy(Strategy):
         """Sum what several stages hold, then average over the replicas; buffers follow the first one."""
         if self._model is None:
             return
+        if self._spread is not None:
+            self._spread.reduce_gradients()
         for group, shared in self._shared:
             self._sum_shared(group, [parameter for parameter in shared if parameter.requires_grad])
-        if self.data_group.world_size > 1:
+        if self._spread is None and self.data_group.world_size > 1:
             learning = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
             average_gradients(learning, self.data_group)
             buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and not buffer.is_meta]
@@ -361,27 +380,45 @@ class PipelineStrategy(Strategy):
 
     def _sum_shared(self, group: Collectives, shared: list[torch.nn.Parameter]) -> None:
         found = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in shared]
-        group.sum_in_place(found)
+        group.sum_in_place([part for part in map(dtensors.local, found) if part.numel()])
         for parameter, grad in zip(shared, found):
             before = self._aside.pop(id(parameter), None)
             parameter.grad = grad if before is None else before.add_(grad)
             self._summed[id(parameter)] = parameter.grad
 
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+        """Also those that a stage's ranks have not summed yet."""
+        super().scale_gradients(parameters, factor)
+        if self._model is not None and self._spread is not None:
+            held = fsdp_state.held_gradients(fsdp_state.records(self._model))
+            for grad in map(dtensors.local, held):
+                grad.mul_(factor)
+
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Of this rank's stages."""
-        return super().local_gradients(map(self.current, parameters))
+        return dtensors.local_gradients(map(self.current, parameters))
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Of this rank's stages, and a batch that was not run."""
         self._task = None
         self._summed.clear()
         self._aside.clear()
-        super().drop_gradients([self.current(p) for p in parameters])  # type: ignore[misc]
+        own: Any = [self.current(p) for p in parameters]
+        if self._spread is None:
+            super().drop_gradients(own)
+        else:
+            self._spread.drop_gradients(own)
 
     def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Over all stages; what several hold counts once."""
         own = [p for p in map(self.current, parameters) if id(p) not in self._uncounted]
-        return dtensors.total_norm(own, norm_type, self._group, num_copies=1)
+        return dtensors.total_norm(own, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
+
+    def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
+        """Step on what is here."""
+        if self._spread is None:
+            return super().step(optimizer, precision, closure)
+        return self._spread.step(optimizer, precision, closure)
 
     # ---------------------------------------------------------------- state, the end
 
@@ -389,6 +426,7 @@ class PipelineStrategy(Strategy):
         """By the bare module's names; what is on some ranks as pieces."""
         if self._state is None or model is not self._model:
             return super().export_state(model)
+        self.at_rest(model)
         return self._state.export()
 
     def part_of(self, parameter: torch.Tensor) -> Any:
@@ -415,6 +453,9 @@ class PipelineStrategy(Strategy):
         super().release()
         if self._pipe is not None:
             self._pipe.route.whole = None
+            self._pipe.route.leave = None
+        if self._spread is not None:
+            self._spread.release(model)
         self._pipe = self._calls = self._state = self._model = self._task = None
         self._shared, self._uncounted = [], set()
         self._summed.clear()
@@ -429,12 +470,3 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.nn.Parameter):
         return empty
     return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-
-
-def _check_loss(found: Any) -> None:
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise LossError(
-            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar "
-            "tensor that depends on parameters that learn"
-        )

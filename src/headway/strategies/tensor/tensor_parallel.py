@@ -57,10 +57,12 @@ def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> boo
         and parameter.placements[-1].is_replicate()
     ]
     odd = _differing(named, axis) if named else []
-    counts = [int(row[0]) for row in everyone.gather_numbers([float(len(odd))])]
+    has_any = any(parameter.grad is not None for parameter in model.parameters())
+    rows = everyone.gather_numbers([float(len(odd)), float(has_any)])
+    counts = [int(row[0]) for row in rows]
     if any(counts):
         _raise(everyone.gather_objects(odd[:_NUM_NAMES]), counts)
-    return bool(named) or any(parameter.grad is not None for parameter in model.parameters())
+    return any(row[1] for row in rows)  # a whole stage of a pipeline may be frozen
 
 
 def _differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[str]:
@@ -121,7 +123,7 @@ class TensorParallel:
     ) -> None:
         self.axis = SplitAxis.of(mesh)
         self._rng_states, self._ends = SplitRNG(self.axis), ExitStack()
-        self._model, self._is_checked = model, False
+        self._model, self._is_checked, self._lent = model, False, list[LocalParameters]()
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         calls.check(model, cuts, self.axis.size, options)
@@ -152,6 +154,11 @@ class TensorParallel:
         if self._has_head:
             self._ends.enter_context(parallel.loss_parallel())
 
+    def leave(self) -> None:
+        """The model's forward was left before its end."""
+        for each in reversed(self._lent):
+            each.give_back()
+
     def release(self) -> None:
         """Undo that."""
         self._ends.close()
@@ -181,6 +188,8 @@ class TensorParallel:
         partial = {site.module for site in cuts.sites.values() if site.style.is_partial}
         partial |= {model.get_submodule(name) for name in stack.partial}
         sites = {site.module: site for site in cuts.sites.values()}
+        for absent in [module for module in sites if any(p.is_meta for p in module.parameters())]:
+            del sites[absent]  # of another stage of a pipeline
         gathered = {model.get_submodule(name) for name in stack.gathered}
         blocks = {model.get_submodule(name): name for name in stack.blocks}
         rng_states = None if stack.blocks else self._rng_states
@@ -210,8 +219,9 @@ class TensorParallel:
         rest = [module for module in model.modules() if module not in foreign and module not in partial]
         self._register(model, LocalParameters(rest, self.axis, only_whole=True))
 
-    @staticmethod
-    def _register(module: torch.nn.Module, call: Any) -> None:
+    def _register(self, module: torch.nn.Module, call: Any) -> None:
+        if isinstance(call, LocalParameters):
+            self._lent.append(call)
         module.register_forward_pre_hook(call.before, with_kwargs=True)
         if hasattr(call, "after_any"):
             module.register_forward_hook(call.after_any, always_call=True)
@@ -351,8 +361,8 @@ def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Mode
 
 def _place(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
     for parameter, owners in holders_of(model).values():
-        if isinstance(parameter, tensor.DTensor):
-            continue  # one of torch's styles has placed it
+        if isinstance(parameter, tensor.DTensor) or parameter.is_meta:
+            continue  # one of torch's styles has placed it; or it is on another stage of a pipeline
         placed = _placed(parameter, where.get(id(parameter)), axis)
         for _, module, key in owners:
             module._parameters[key] = placed

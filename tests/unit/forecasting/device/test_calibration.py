@@ -35,7 +35,7 @@ def test_a_record_is_kept_and_comes_before_the_assumption(home):
     assert found.rates == assumed.rates
     least, likely, most = spread(found, 1000 * MIB)
     assert (least, likely) == (1431 * MIB, 1431 * MIB)
-    assert most == (1000 + 559 + 128) * MIB
+    assert most == (1000 + 559 + 192) * MIB
     assert find("a100-40gb") == DEVICES["a100-40gb"]
     assert find("rtx-9999").memory == 81920 * MIB  # not in the table
 

@@ -10,7 +10,7 @@ from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.strategies.build import _check_replayed
 from headway.strategies.context.check import check_options
-from headway.strategies.fully_sharded.mesh import bring_buffers
+from headway.strategies.fully_sharded.units import bring_buffers
 from headway.strategies.tensor import tensor_parallel as agreement
 from headway.strategies.tensor.crossings import SplitAxis
 from headway.strategies.tensor.tensor_parallel import _check_size

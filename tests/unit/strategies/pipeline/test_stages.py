@@ -87,8 +87,9 @@ def test_every_rank_has_its_number_of_stages(schedule):
 
 
 def test_layouts_with_a_pipeline():
-    check_served(parse("ddp+pp=2").resolve(8))
-    for text in ("fsdp+pp=2", "tp=2+pp=2+ddp"):
-        with pytest.raises(UnsupportedError, match="cannot be combined with pipeline stages"):
-            check_served(parse(text).resolve(8))
+    for text in ("ddp+pp=2", "fsdp+pp=2", "tp=2+pp=2+ddp"):
+        check_served(parse(text).resolve(8))
+    with pytest.raises(UnsupportedError, match=r"cannot be combined with pipeline stages .* leave cp out, as in"):
+        check_served(parse("cp=2+pp=2+fsdp").resolve(8))
+    assert Layout(pp=2, shard=2).stages == [range(2), range(2, 4)]
     assert [list(group) for group in Layout(pp=2, replicate=2).groups("pp")] == [[0, 2], [1, 3]]
