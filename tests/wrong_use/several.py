@@ -128,6 +128,23 @@ def gan_in_one_block(s: Script) -> Any:
     return [g, d]
 
 
+@row("a GAN in two blocks that name no model, or both", warning("a block of its own"))
+def gan_in_blocks_for_both(s: Script) -> Any:
+    accelerator, g, d, opt_g, opt_d, loader = pair(s)
+    for inputs, _ in loader:
+        ones = torch.ones(len(inputs), 2)
+        fake = fakes(g, inputs)
+        with accelerator.accumulate():
+            accelerator.backward(mse_loss(d(inputs), ones) + d(fake.detach()).square().mean())
+            opt_d.step()
+            opt_d.zero_grad()
+        with accelerator.accumulate():
+            accelerator.backward(mse_loss(d(fake), ones))
+            opt_g.step()
+            opt_g.zero_grad()
+    return [g, d]
+
+
 @row("a GAN in one block, one batch per update", EQUAL, by_hand=_gan_of_whole_windows)
 def gan_in_one_block_without_windows(s: Script) -> Any:
     accelerator, g, d, opt_g, opt_d, loader = pair(s, steps=1)

@@ -114,7 +114,9 @@ def _kept(frames: list[traceback.FrameSummary], is_ours: bool) -> list[traceback
 
 
 def _is_carrier(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_FROZEN) or any(part in frame.filename for part in _CARRIERS)
+    if (name := frame.filename) == "<string>":
+        return frame.name == "__init__"  # as dataclasses write it
+    return name.startswith(_FROZEN) or any(part in name for part in _CARRIERS)
 
 
 class _Printer:

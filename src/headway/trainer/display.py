@@ -13,7 +13,7 @@ from headway.trainer.results import format_line, format_value
 
 _OF_THE_END = ("train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second", "train_memory_peak")
 
-_OF_SPEED = ("_runtime", "_per_second", "train_loss", "_memory_peak")
+_OF_SPEED = ("_runtime", "_per_second", "train_loss")
 
 
 class PrinterCallback(TrainerCallback):
@@ -54,7 +54,7 @@ class ProgressCallback(TrainerCallback):
         if self._table is not None:
             self._table.show(_history(state))
         if self._bar is not None:
-            shown = {name: value for name, value in kwargs["logs"].items() if not name.endswith(_OF_SPEED)}
+            shown = {name: value for name, value in kwargs["logs"].items() if not _is_of_speed(name)}
             self._bar.show(**{name: value for name, value in shown.items() if isinstance(value, int | float | str)})
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -92,6 +92,11 @@ class ProgressCallback(TrainerCallback):
         self._steps = self._bar = None
 
 
+def _is_of_speed(name: str) -> bool:
+    """Is it time, or memory, of the whole or of a phase?"""
+    return name.endswith(_OF_SPEED) or "_memory_peak" in name
+
+
 def _history(state: TrainerState) -> list[dict[str, str]]:
     """What was logged, a row for each update: losses, and what evaluations found."""
     rows: dict[int, dict[str, str]] = {}
@@ -100,7 +105,7 @@ def _history(state: TrainerState) -> list[dict[str, str]]:
         kept = {
             name: value
             for name, value in entry.items()
-            if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
+            if name == "loss" or (name.startswith("eval_") and not _is_of_speed(name))
         }
         if kept:
             row = rows.setdefault(step, {"update": str(step)})
@@ -133,7 +138,7 @@ def show_summary(state: TrainerState) -> None:
     evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
     if evaluations:
         for name, value in evaluations[-1].items():
-            if name.startswith("eval_") and not name.endswith(_OF_SPEED):
+            if name.startswith("eval_") and not _is_of_speed(name):
                 table.add_row(f"last {name}", format_value(name, value))
     if state.best_metric is not None:
         table.add_row("best metric", f"{state.best_metric:.4g} at update {state.best_global_step}")

@@ -50,6 +50,12 @@ def test_an_error_that_headway_raises_ends_in_the_users_line():
     assert lines[-1] == "(2 frames of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)"
 
 
+def test_the_constructor_that_dataclasses_write_is_left_out():
+    text, _ = shorten(caught(lambda: Accelerator(gradient_accumulation_steps="four")))
+    assert "<string>" not in text
+    assert 'steps="four"' in text
+
+
 def test_an_error_in_the_users_model_shows_both_of_the_users_lines():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Narrow())

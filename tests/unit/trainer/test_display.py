@@ -66,6 +66,12 @@ def test_a_training_that_stops_early_has_nothing_left(monkeypatch, tmp_path):
     assert last(text).split(" | ")[-1].startswith("in ")
 
 
+def test_peaks_of_phases_are_not_on_the_bar(monkeypatch, tmp_path):
+    text, trainer = shown(monkeypatch, tmp_path, skip_memory_metrics=False)
+    assert "train_memory_peak_forward" in trainer.state.log_history[-1]
+    assert "_memory_peak" not in text
+
+
 def test_a_last_loss_of_an_earlier_update_says_so(monkeypatch, tmp_path):
     text, trainer = shown(monkeypatch, tmp_path, logging_steps=3)
     loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]

@@ -38,7 +38,8 @@ def misfits(parts: StatefulObjects, found: CollectedState) -> list[str]:
     problems: list[str] = []
     count = _count(found, "extra")
     if count != len(parts.models):
-        return [f"{count} models were saved, {len(parts.models)} are prepared"]
+        advice = "" if parts.models else ": prepare() comes before"
+        return [f"{count} models were saved, {len(parts.models)} are prepared{advice}"]
     for index, model in parts.chosen():
         problems += model_misfits(model, dict(parts.export(model)), found, index)
     count = _count(found, "optimizer")

@@ -34,6 +34,10 @@ log = get_logger(__name__)
 CHANGED = ("data", "schedule")
 """What a run that is resumed may have others of, where it says so."""
 _PLACES = (None, "cpu", "on_device")
+_NOT_AUTOMATIC = (
+    'resume("latest") found nothing in %s, the place of automatic checkpoints: training begins at the start. This run names none '
+    "itself: set ProjectConfiguration(automatic_checkpoint_naming=True), or give resume() the folder that save_state was given"
+)
 _ARGUMENTS = {
     "save_state": (
         "output_dir safe_serialization blocking metric",
@@ -393,7 +397,10 @@ class Checkpoints:
         is_newest = str(checkpoint) == "latest"
         folder = self.place.newest(run) if is_newest else Path(checkpoint).expanduser().absolute()
         if folder is None:
-            log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
+            if self.place.is_automatic:
+                log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
+            else:
+                log.warning(_NOT_AUTOMATIC, self.place.parent())
             return None
         restored = self.load(folder, is_strict, changed)
         self._owes_epochs = True

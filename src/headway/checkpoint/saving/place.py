@@ -47,7 +47,9 @@ class CheckpointFolder:
             ConfigError: the project has no folder.
         """
         if self.project.project_dir is None:
-            raise ConfigError("automatic checkpoints need a place: pass project_dir= to the Accelerator")
+            raise ConfigError(
+                "automatic checkpoints need a place: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
+            )
         return (self._began_in / self.project.project_dir).absolute() / FOLDER
 
     # ---------------------------------------------------------------- save

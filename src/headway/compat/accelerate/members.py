@@ -45,7 +45,8 @@ class Members:
         self.gradient_state = GradientState(_run=accelerator._run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(member_advice(name) or f"'Accelerator' object has no attribute {name!r}")
+        advice = member_advice(name) or f"'Accelerator' object has no attribute {name!r}"
+        raise AttributeError(advice, name=name, obj=self._accelerator)  # Python adds the nearest name
 
     # ---------------------------------------------------------------- surroundings
 

@@ -35,6 +35,10 @@ _LEFT = (
     "a window of %d micro-batches ended without step() and zero_grad(), so its gradient is part of the next update too. Call both in "
     "each micro-batch: they act at the end of a window, and wait until then"
 )
+_MISSED = (
+    "step() of %s waited for the end of a window, and was not called there: that window made no update with it. Give the turn of "
+    "each model a block of its own, accumulate(model) (docs/several_models.md), or call step() in each micro-batch"
+)
 _CLOSURE = (
     "step(closure) came inside accumulate() before any backward: the window waits for a backward that only this step would "
     "make. Open the block in the closure, `def closure(): with accelerator.accumulate(model): ...`, and call step(closure) "
@@ -94,7 +98,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._neighbours = neighbours
         self._looks = looks
         self._checked = -1
-        self._last_window = -1
+        self._last_window = self._asked_in = -1  # windows: of its last update, of its last step()
         neighbours.note_prepared(optimizer, step)
 
     @property
@@ -220,6 +224,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             raise StateError(self._left_out())
         if window.was_left and self._step.weighs_losses:
             log.warning_once(_LEFT, self._windows.num_steps)
+        elif self._asked_in not in (self._last_window, window.number) and step.weighs_losses:
+            log.warning_once(_MISSED, type(self.optimizer).__name__)
+        self._asked_in = window.number
         if not self._is_final(window, closure):
             return
         if self._checked != step.prepared.num_resets:
@@ -234,7 +241,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         window, counts = (self._window() if step.are_several else self._windows.current) or window, self._counts
         counts.was_skipped = not did_step
         window.is_applied = True
-        self._last_window = window.number
+        self._last_window = self._asked_in = window.number
         if did_step:
             counts.num_updates += 1
             counts.window_length = window.num_done or 1

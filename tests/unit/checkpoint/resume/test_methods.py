@@ -161,6 +161,21 @@ def test_nothing_there_yet_is_no_error():
         accelerator.load_state()
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_latest_without_automatic_naming_says_that_it_will_find_nothing(automatic, caplog):
+    accelerator, *_ = build(automatic_checkpoint_naming=automatic)
+    accelerator.save_state(None if automatic else "run/mine")
+    again, *_ = build(automatic_checkpoint_naming=automatic)
+    assert (again.resume("latest") is None) == (not automatic)
+    assert ("This run names none itself" in caplog.text) == (not automatic)
+
+
+def test_a_resume_before_prepare_says_what_comes_first():
+    build()[0].save_state()
+    with pytest.raises(CheckpointError, match=r"1 models were saved, 0 are prepared: prepare\(\) comes before"):
+        Accelerator(cpu=True, project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True)).resume()
+
+
 def test_a_damaged_one_is_passed_over_and_named(caplog):
     accelerator, model, optimizer, loader = build()
     accelerator.save_state()

@@ -92,8 +92,9 @@ def test_what_is_refused():
         accelerator.prepare_data_loader(torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=len)
     with pytest.raises(AttributeError, match="Headway's Accelerator has no 'step': accelerator"):
         accelerator.step
-    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'stepp'"):
+    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'stepp'") as info:
         accelerator.stepp
+    assert (info.value.name, info.value.obj) == ("stepp", accelerator)  # from which Python says the nearest name
     assert not hasattr(accelerator, "fp8_recipe_handler")
 
 
