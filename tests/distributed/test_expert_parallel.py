@@ -237,3 +237,20 @@ def test_what_cannot_be_distributed_is_refused_before_it_starts():
     for told in run_ranks(refuse, 2):
         for name, (_, _, _, wanted) in REFUSED.items():
             assert re.search(wanted, told[name], re.DOTALL), (name, told[name])
+
+
+def first_loss(strategy: str) -> float:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    with torch.device("meta"):
+        model = mixtral()
+    torch.manual_seed(0)
+    model = accelerator.prepare(model)
+    ids = torch.arange(24).reshape(2, 12) % VOCABULARY
+    found = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(found)
+    return float(found.detach())
+
+
+def test_a_model_without_values_begins_as_under_fsdp() -> None:
+    (expected, _), found, four = (run_ranks(first_loss, n, s) for n, s in ((2, "fsdp"), (2, "ep"), (4, "fsdp+ep=2")))
+    assert [*found, *four] == pytest.approx([expected] * 6, rel=1e-6)
