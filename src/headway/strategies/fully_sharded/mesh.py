@@ -245,7 +245,7 @@ class MeshStrategy(Strategy):
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
-        experts = distribute_experts(model, self.mesh["ep"]) if self.layout.ep > 1 else []
+        experts = distribute_experts(model, self.mesh["ep"], self.everyone.ledger) if self.layout.ep > 1 else []
         super().setup(model, transforms)
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
@@ -270,7 +270,7 @@ class MeshStrategy(Strategy):
             )
 
     def _shard(
-        self, model: torch.nn.Module, units: ShardingUnits, experts: list[torch.nn.Module]
+        self, model: torch.nn.Module, units: ShardingUnits, experts: Sequence[torch.nn.Module] = ()
     ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
