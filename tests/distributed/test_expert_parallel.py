@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ActivationCheckpointing, ShardingOptions
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, PrepareError
 from headway.planning.compare import plan
 from headway.weights.pieces import is_dtensor
 from tests.devices import ON_CPU
@@ -231,6 +231,22 @@ def refuse() -> dict[str, str]:
         except HeadwayError as error:
             told[name] = str(error)
     return told
+
+
+def call_otherwise() -> None:
+    accelerator = Accelerator(cpu=ON_CPU, strategy="ep")
+    model = accelerator.prepare(mixtral())
+    experts, x, index = accelerator.unwrap_model(model).model.layers[0].mlp.experts, torch.ones(2, 16), torch.ones(2, 2)
+    for given in ((x, index, index), (x, index.long(), torch.ones(2, 4)), (x[None], index.long(), index)):
+        with pytest.raises(PrepareError, match=r"called with tensors of the shapes .* in this order"):
+            experts(*given)
+    wanted = experts(x, index.long(), index)
+    assert torch.equal(experts(top_k_weights=index, top_k_index=index.long(), hidden_states=x), wanted)
+    accelerator.end_training()
+
+
+def test_calls_of_another_kind_are_refused():
+    run_ranks(call_otherwise, 2)
 
 
 def test_what_cannot_be_distributed_is_refused_before_it_starts():

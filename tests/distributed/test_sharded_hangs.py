@@ -27,6 +27,27 @@ class Net(nn.Module):
 model = accelerator.prepare(Net())
 """
 
+EXPERTS = """
+import time, torch
+from torch import nn
+from headway import Accelerator
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 2, nn.Parameter(torch.ones(2, 4, 4))
+    def forward(self, x, index, weights):
+        return torch.einsum("tkio,ti->tko", self.weight[index], x).mul(weights[..., None]).sum(1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = nn.Linear(4, 4), Experts()
+    def forward(self, x):
+        return self.experts(self.first(x), torch.tensor([[0], [1]]), torch.ones(2, 1))  # WAITS
+model = accelerator.prepare(Net())
+"""
+
 CASES = {
     "fsdp before": (MODEL + """
 for step in range(3):
@@ -47,6 +68,13 @@ for step in range(2):
         time.sleep(300)  # GONE
     model(torch.ones(2, 4)).sum().backward()  # WAITS
 """, 3, {"ranks 0-1": "all-reduce of blocks.2", "rank 2": "all-gather of the root"}),
+    "ep experts": (EXPERTS + """
+def lag(*given):
+    if rank == 1:
+        time.sleep(300)  # GONE
+model.experts.register_forward_pre_hook(lag, prepend=True)
+model(torch.ones(2, 4)).sum().backward()
+""", 1, {"rank 0": "all-to-all of experts"}),
     "pp stopped": (MODEL + """
 import signal
 def halt(*given):

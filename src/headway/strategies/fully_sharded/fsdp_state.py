@@ -264,9 +264,9 @@ class FSDPUnit:
         self._ledger = everyone.ledger
         self._trail = everyone.runtime.scope.own(CollectiveLog)
         self._names = {
-            _GATHER: _named("all-gather", name),
-            _SCATTER: _named("reduce-scatter", name),
-            _TOTAL: _named("all-reduce", name),
+            _GATHER: named("all-gather", name),
+            _SCATTER: named("reduce-scatter", name),
+            _TOTAL: named("all-reduce", name),
         }
         self._total: LedgerEntry | None = None
 
@@ -422,7 +422,7 @@ class CommHooks:
         self.unit(step).stand_in(step[1], step[4:])
 
 
-def _named(operation: str, unit: str) -> str:
+def named(operation: str, unit: str) -> str:
     """A name that fits into the pulse, from its unit's end."""
     room = _ROOM - len(operation) - 4
     return f"{operation} of {unit if len(unit) <= room else '..' + unit[2 - room :]}"

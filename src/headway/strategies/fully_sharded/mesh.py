@@ -252,7 +252,7 @@ class MeshStrategy(Strategy):
         missing = self.begin(model, self._expected) if self.layout.pp == 1 else None
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
-        experts = distribute_experts(model, self.mesh["ep"]) if self.layout.ep > 1 else []
+        experts = distribute_experts(model, self.mesh["ep"], self.everyone.ledger) if self.layout.ep > 1 else []
         super().setup(model, transforms)
         if not self.is_sharded:
             if missing is not None:

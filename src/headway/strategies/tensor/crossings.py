@@ -5,12 +5,17 @@ Backwards are made of the same crossings, so that they can be differentiated aga
 `whole` is what all ranks of the axis hold alike, `part` a rank's own slice, `term` one summand of it on each rank.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headway.errors import DataError
+
+Noted = Callable[[], AbstractContextManager[None]]
+"""Makes the block that tells others of an exchange while it waits."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 
 def exchange(
-    rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float = 1.0
+    rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float, noted: Noted
 ) -> torch.Tensor:
     """Rows to the ranks that they are for: so many of them, one after the other, to each rank, and so many from each.
 
@@ -122,8 +127,9 @@ def exchange(
         axis: the ranks.
         sent, received: how many, by rank.
         grad_factor: what gradients are multiplied by on their way back.
+        noted: a block in which it happens, here and in backward.
     """
-    return _Exchange.apply(rows, axis, sent, received, grad_factor)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(rows, axis, sent, received, grad_factor, noted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -221,11 +227,19 @@ class _PartOfTotal(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float
+        ctx: Any,
+        rows: torch.Tensor,
+        axis: SplitAxis,
+        sent: list[int],
+        received: list[int],
+        grad_factor: float,
+        noted: Noted,
     ) -> torch.Tensor:
-        ctx.axis, ctx.sent, ctx.received, ctx.grad_factor = axis, sent, received, grad_factor
-        return _all_to_all(rows, axis, sent, received)
+        ctx.axis, ctx.sent, ctx.received, ctx.grad_factor, ctx.noted = axis, sent, received, grad_factor, noted
+        with noted():
+            return _all_to_all(rows, axis, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return exchange(grad * ctx.grad_factor, ctx.axis, ctx.received, ctx.sent), None, None, None, None
+        back = exchange(grad * ctx.grad_factor, ctx.axis, ctx.received, ctx.sent, 1.0, ctx.noted)
+        return back, None, None, None, None, None

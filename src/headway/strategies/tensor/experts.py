@@ -7,6 +7,8 @@ weighted at home. The router, and all other parameters, stay as they are.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,18 +16,21 @@ from torch._subclasses.fake_tensor import is_fake
 
 from headway.common.text import listed
 from headway.errors import PrepareError
+from headway.runtime.collective_log import CollectiveLedger
+from headway.strategies.fully_sharded.fsdp_state import named
 from headway.strategies.parts import holders_of
 from headway.strategies.tensor.calls import LocalParameters
 from headway.strategies.tensor.crossings import SplitAxis, exchange, exchange_counts
 from headway.strategies.tensor.tensor_parallel import place_parameter
 
 
-def distribute_experts(model: torch.nn.Module, mesh: Any) -> list[torch.nn.Module]:
+def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger) -> list[torch.nn.Module]:
     """Leave each rank its part of the experts, as DTensors cut along their first dimension.
 
     Args:
         model: it must hold the same values on all ranks.
         mesh: a DeviceMesh of one dimension: the ranks.
+        ledger: takes the exchanges, by the names of modules.
 
     Returns:
         The modules that hold experts; each has become an exchange of all ranks of the axis.
@@ -36,12 +41,12 @@ def distribute_experts(model: torch.nn.Module, mesh: Any) -> list[torch.nn.Modul
     axis = SplitAxis.of(mesh)
     found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
     _check(model, found, axis.size)
-    for module in found.values():
+    for name, module in found.items():
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[key] = place_parameter(parameter, (0, 1), axis)
         module.num_experts = int(module.num_experts) // axis.size
-        local, call = LocalParameters([module], axis), ExpertCall(axis)
+        local, call = LocalParameters([module], axis), ExpertCall(axis, ledger, named("all-to-all", name))
         module.register_forward_pre_hook(local.before, with_kwargs=True)
         module.register_forward_pre_hook(call.before, with_kwargs=True)
         module.register_forward_hook(call.after)
@@ -79,22 +84,37 @@ class ExpertCall:
 
     Args:
         axis: the ranks.
+        ledger: takes them.
+        operation: what it calls them.
     """
 
-    def __init__(self, axis: SplitAxis) -> None:
-        self._axis = axis
+    def __init__(self, axis: SplitAxis, ledger: CollectiveLedger, operation: str) -> None:
+        self._axis, self._ledger, self._operation = axis, ledger, operation
         self._held: tuple[Any, ...] = ()
 
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        entry = self._ledger.record(self._operation)
+        yield
+        self._ledger.leave(entry)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Each (token, expert) pair to the expert's rank: rows of one expert each, in place of this rank's tokens."""
-        hidden, index, weights = (*args, *kwargs.values())
+        hidden, index, weights = inspect.signature(module.forward).bind(*args, **kwargs).args
+        shapes = [tuple(each.shape) for each in (hidden, index, weights)]
+        if index.is_floating_point() or hidden.dim() != 2 or index.dim() != 2 or shapes[1] != shapes[2]:
+            raise PrepareError(
+                f"{type(module).__name__} was called with tensors of the shapes {shapes}; expert parallelism needs hidden states "
+                "(tokens, width), numbers of experts (tokens, k) and their weights (tokens, k), in this order. Leave ep out"
+            )
         axis, num_local = self._axis, int(module.num_experts)  # type: ignore[arg-type]
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
         owners, sent, received = self._count(chosen, num_local)
         # All ranks' losses are summed, and FSDP divides experts by the ranks that share them alone: the rest is divided here.
         rows = hidden.index_select(0, order // index.shape[-1])
-        rows = exchange(rows, axis, sent, received, grad_factor=axis.size)
+        rows = exchange(rows, axis, sent, received, axis.size, self._noted)
         is_idle = not rows.shape[0]
         if is_idle:  # a row of zeros, so that its forward and backward are as long as those of the other ranks
             rows, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
@@ -108,16 +128,18 @@ class ExpertCall:
             even = [num_pairs // size + (place < num_pairs % size) for place in range(size)]
             return torch.zeros_like(chosen), even, even
         counts = torch.bincount(chosen, minlength=size * num_local)
-        coming = exchange_counts(counts, self._axis).view(size, num_local)
+        with self._noted():
+            coming = exchange_counts(counts, self._axis).view(size, num_local)
         sent, received = torch.stack([counts.view(size, num_local).sum(1), coming.sum(1)]).tolist()
         local = torch.arange(num_local, device=chosen.device).repeat(size)
         return local.repeat_interleave(coming.flatten()), sent, received
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         """Results back to their tokens, weighted and summed."""
         (dtype, weights, order, sent, received, is_idle), self._held = self._held, ()
         output = output[:0] if is_idle else output
-        rows = exchange(output, self._axis, received, sent, grad_factor=1 / self._axis.size)
+        rows = exchange(output, self._axis, received, sent, 1 / self._axis.size, self._noted)
         home = rows.index_select(0, order.argsort()).view(*weights.shape, -1)
         total: torch.Tensor = (home * weights.unsqueeze(-1)).sum(1)
         return total.to(dtype)
