@@ -11,7 +11,7 @@ CUDA := build/cuda
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all again check unit docs bench gpu cuda cluster sweep clean
+.PHONY: setup demo test test-all again check unit docs bench gpu cuda cluster sweep dist clean
 
 setup: $(STAMP)
 
@@ -51,7 +51,7 @@ again:
 
 # The site, in build/site; it reads the source without importing it, so neither Headway nor torch is installed.
 docs: $(DOCS)/.installed
-	$(PYTHON) scripts/pages.py
+	$(PYTHON) scripts/pages.py $(PAGES)
 	PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/zensical build --clean --strict --config-file build/mkdocs.yml
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
@@ -59,6 +59,10 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/pip install --quiet --upgrade "pip>=25.1"
 	$(DOCS)/bin/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
+
+# Wheel and source archive in dist/, checked in an empty environment. URL=https://... makes README's links absolute.
+dist: setup
+	$(BIN)/python scripts/release.py --url "$(URL)"
 
 # Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
 cluster: setup
@@ -91,4 +95,4 @@ $(CUDA)/.installed: constraints.txt tests/simulated_cuda/install
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache runs

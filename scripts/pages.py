@@ -7,6 +7,7 @@ pages exist in build/ only.
 import ast
 import re
 import shutil
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def _page(title: str, about: str, names: list[str]) -> str:
     return "\n\n".join([f"# {title}", about, *(f"::: {name}" for name in names)]) + "\n"
 
 
-def write() -> None:
-    """Write build/docs and build/mkdocs.yml."""
+def write(has_versions: bool = False) -> None:
+    """Write build/docs and build/mkdocs.yml; with versions, whose menu the site fetches, it is meant for a server."""
     target = BUILD / "docs"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(ROOT / "docs", target)
@@ -80,9 +81,11 @@ def write() -> None:
         (target / path).write_text(text)
     shown = "".join(f'    - "{text.partition(chr(10))[0].lstrip("# ")}": {path}\n' for path, text in pages.items())
     settings = (target / "site.yml").read_text()
+    if has_versions:
+        settings = settings.replace("extra:\n", "extra:\n  version: {provider: mike}\n")
     (BUILD / "mkdocs.yml").write_text(f"{settings}  - Reference:\n    - reference.md\n{shown}")
     (target / "site.yml").unlink()
 
 
 if __name__ == "__main__":
-    write()
+    write("--versions" in sys.argv)

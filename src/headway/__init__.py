@@ -1,4 +1,4 @@
-"""Headway: your own PyTorch loop, unchanged, on any hardware.
+"""Headway: your own PyTorch training loop, on any hardware.
 
 Every public name can be imported from here, and Accelerate's names too (`headway.compat.accelerate`), also by its module paths. Names
 are loaded on first use, so that the command line never pays for torch; `__init__.pyi` tells type checkers about them.

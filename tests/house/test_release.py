@@ -1,0 +1,107 @@
+"""What a stranger meets first: the archives, the workflows, the forms. Each names what there is, and runs what contributors run."""
+
+import re
+import sys
+
+import pytest
+import yaml
+
+from tests.house.tree_of_source import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import release
+import versions
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_archives_work_in_an_empty_environment(tmp_path):
+    wheel, archive = release.build(tmp_path / "dist", "https://example.org/headway")
+    about = release.check_contents(wheel)
+    assert archive.name == f"headway-{release.version()}.tar.gz"
+    assert "Repository, https://example.org/headway" in about.get_all("Project-URL")
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", about.get_payload()) == []
+    release.check_in_an_empty_environment(wheel)
+
+
+def test_what_readme_shows_exists():
+    assert re.findall(r"(?i)unchanged|!\[[^\]]*\]\(http", README.partition("```")[0]) == []  # no claim, no badge
+    for _, _, target in release._LINK.findall(README):
+        assert (ROOT / target.partition("#")[0]).exists(), target
+    found = release.with_absolute_links("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", "https://x.org/y")
+    at = f"v{release.version()}"
+    assert found == (
+        f"[a](https://x.org/y/blob/{at}/docs/b.md#c) ![d](https://x.org/y/raw/{at}/e.png) [f](https://g) [h](#i)"
+    )
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_a_workflow_is_well_formed_and_runs_what_contributors_run(file):
+    workflow = yaml.safe_load(file.read_text())
+    assert set(workflow) <= {"name", True, "permissions", "concurrency", "jobs"}  # YAML 1.1 reads `on` as true
+    assert set(workflow[True]) <= {"push", "pull_request", "workflow_dispatch"}
+    assert workflow["permissions"], "without it a job may do anything"
+    jobs = workflow["jobs"]
+    for job in jobs.values():
+        known = {"runs-on", "timeout-minutes", "steps", "if", "needs", "environment", "permissions"}
+        assert {"runs-on", "steps"} <= set(job) <= known
+        assert set(re.findall(r"\w+", str(job.get("needs", "")))) <= set(jobs)
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            assert set(step) <= {"uses", "with", "run", "if", "name"}
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./-]+", step["uses"]), "actions are named with their version"
+            for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
+                assert target in TARGETS
+            for path in re.findall(r"(?:\./)?((?:\.ci|scripts)/[\w.]+)", step.get("run", "")):
+                assert (ROOT / path).exists(), path
+
+
+def test_the_suite_of_the_workflow_is_cis():
+    assert ".ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_a_form_is_well_formed(name):
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    assert {"name", "description", "body"} <= set(form)
+    assert [part["type"] for part in form["body"]] == ["textarea"] * len(form["body"])
+    assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    assert all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_hooks_before_a_commit_are_those_of_make_check():
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    recipe = re.search(r"^check: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert [hook["entry"] for hook in repo["hooks"]] == re.findall(r"\t\$\(BIN\)/(.*)", recipe)
+
+
+def test_other_files_say_the_same_version_and_packages():
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
+    assert recipe["context"]["version"] == release.version()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == release.version()
+    section = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    names = {"torch": "pytorch", "xxhash": "python-xxhash"}
+    wanted = [
+        f"{names.get(name.lower(), name.lower())} >={least}"
+        for name, least in re.findall(r'"(\w+)>=([\d.]+)"', section)
+    ]
+    assert recipe["requirements"]["run"] == ["python >=3.10", *wanted]
+
+
+def test_each_versions_site_stays(tmp_path):
+    site, sites = tmp_path / "site", tmp_path / "sites"
+    site.mkdir()
+    (site / "index.html").write_text("old")
+    assert versions.publish(site, sites, "main") == "main"
+    assert versions.publish(site, sites, "2026.9.0") == "2026.9.0"
+    (site / "index.html").write_text("new")
+    assert versions.publish(site, sites, "2026.11.0") == "2026.11.0"
+    assert (sites / "2026.9.0/index.html").read_text() == "old"
+    listed = [each["version"] for each in yaml.safe_load((sites / "versions.json").read_text())]
+    assert listed == ["2026.11.0", "2026.9.0", "main"]
+    assert "url=2026.11.0/index.html" in (sites / "index.html").read_text()
