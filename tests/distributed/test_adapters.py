@@ -79,6 +79,35 @@ def test_lora_is_that_of_one_process(layout):
         assert is_cut == (layout != "ddp")
 
 
+def onto_shards(folder: str, layout: str) -> None:
+    """A base on the meta device, read before or after its adapters came; these begin as PEFT says."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    for is_first in (True, False):
+        with torch.device("meta"):
+            model: Any = pairs_of_heads(True)
+        if is_first:
+            accelerator.load_weights(model, folder)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY))
+        if not is_first:
+            accelerator.load_weights(model.get_base_model(), folder)
+        found = whole_weights(accelerator.prepare(model))
+        wanted = adapted().state_dict()
+        for name, value in found.items():
+            if "lora_B" in name:
+                assert not value.any(), name
+            elif "lora_A" in name:
+                assert 0 < float(value.abs().max()) <= 1 / value.shape[1] ** 0.5, name
+            else:
+                assert torch.equal(value, wanted[name]), name
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp=2"])
+def test_a_base_is_read_straight_into_shards_beside_new_adapters(tmp_path, layout):
+    seeded(0, lambda: pairs_of_heads(True)).save_pretrained(tmp_path)
+    run_ranks(onto_shards, 2, str(tmp_path), layout)
+
+
 # -------------------------------------------------------------------- checkpoints without the base
 
 

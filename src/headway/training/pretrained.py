@@ -13,10 +13,29 @@ from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives, digest
 from headway.strategies.base import Strategy
 from headway.weights.files import StoredTensor, open_checkpoint
-from headway.weights.names import Conversion, TensorSources, match, places_of, tied_groups
+from headway.weights.names import Conversion, TensorLocation, TensorSources, match, places_of, tied_groups
 from headway.weights.pieces import memory_of, own_boxes, slices
 
 logger = get_logger(__name__)
+
+
+_WRAPPED = "base_layer."
+"""Under this name PEFT's layers hold the one that they adapt."""
+
+
+def _bare(name: str) -> str:
+    """A tensor's name as it was before adapters came."""
+    return name.replace(_WRAPPED, "")
+
+
+def _bare_places(model: torch.nn.Module) -> dict[str, TensorLocation]:
+    """A model's tensors by name, without those of its adapters."""
+    adapted = [f"{path}." for path, module in model.named_modules() if hasattr(module, "base_layer")]
+    return {
+        _bare(name): place
+        for name, place in places_of(model).items()
+        if _WRAPPED in name or not name.startswith(tuple(adapted))
+    }
 
 
 class PretrainedWeights:
@@ -34,7 +53,7 @@ class PretrainedWeights:
     def __init__(self, model: torch.nn.Module, source: str | Path, strict: bool) -> None:
         self.source = str(source)
         self._stored: dict[str, StoredTensor]
-        opened, places = open_checkpoint(source), places_of(model)
+        opened, places = open_checkpoint(source), _bare_places(model)
         self._stored = opened.tensors
         self._sources: TensorSources = match(model, places, opened, strict, computes_buffers=True)
         groups = tied_groups(places)
@@ -58,7 +77,9 @@ class PretrainedWeights:
         def read_own() -> None:
             nonlocal num_read
             for name, key in self._sources.direct.items():
-                if name not in tensors or (memory := memory_of(tensors[name])) in done:
+                if name not in tensors:
+                    raise CheckpointError(f"the model had {name} when load_weights() was called, and has none now")
+                if (memory := memory_of(tensors[name])) in done:
                     continue
                 done.add(memory)
                 for offsets, box in own_boxes(tensors[name]):
@@ -130,7 +151,12 @@ class PretrainedLoads:
 
     def names(self, model: torch.nn.Module) -> set[str]:
         """The tensors of a model that are waiting to be filled."""
-        return {f"{path}.{name}".lstrip(".") for path, weights in self._of(model) for name in weights.names}
+        return {
+            f"{path}.{name}".lstrip(".")
+            for path, weights in self._of(model)
+            for name in places_of(model.get_submodule(path))
+            if _bare(name) in weights.names
+        }
 
     def _of(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
         parts = [(path, part) for path, part in model.named_modules() if part in self._waiting]
@@ -145,7 +171,7 @@ class PretrainedLoads:
         for path, weights in found:
             prefix = f"{path}." if path else ""
             tensors = {name: each for name, each in self._strategy.export_state(model) if name.startswith(prefix)}
-            own = {name.removeprefix(prefix): each for name, each in tensors.items()}
+            own = {_bare(name.removeprefix(prefix)): each for name, each in tensors.items()}
             num_bytes = weights.read(own, everyone)
             logger.info("%s: this rank has read its part, %s", weights.source, format_bytes(num_bytes))
         self._strategy.settle()
