@@ -1,7 +1,8 @@
-"""Builds the source archive, from it the wheel, into dist/, and checks both in an empty environment: `python scripts/release.py [--url URL]`.
+"""Builds the source archive and from it the wheel, into dist/, and checks both in an empty environment.
 
-With the URL of the repository, README's links are absolute and the metadata names the project's pages; a checkout does not know it. What
-is built is what git tracks. The packages that Headway needs are lent from the environment that runs this.
+`python scripts/release.py [--url URL]`: with the URL of the repository, which a checkout does not know, README's links are absolute
+and the metadata names the project's pages. What is built is what git tracks. The packages that Headway needs are lent from the
+environment that runs this.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def check_contents(wheel: Path) -> Message:
         about = Parser().parsestr(file.read(f"{beside}METADATA").decode())
     package = ROOT / "src"
     wanted = {str(each.relative_to(package)) for each in package.rglob("*") if each.is_file()}
-    wanted = {name for name in wanted if not name.endswith(".pyc") and ".egg-info/" not in name}
+    wanted = {name for name in wanted if "__pycache__/" not in name and ".egg-info/" not in name}
     assert held == wanted, f"the wheel lacks {sorted(wanted - held)}, and should not hold {sorted(held - wanted)}"
     for field in (
         "Author",

@@ -274,11 +274,12 @@ def _initialise(model: torch.nn.Module, modules: list[torch.nn.Module], awaited:
 
 
 def _initialiser(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[], object] | None:
-    adapters, configs = getattr(module, "reset_lora_parameters", None), getattr(model, "peft_config", {})
-    if callable(adapters):  # after its matrices, which the model's own way would not begin with zeros
-        return lambda: [
-            adapters(name, configs[name].init_lora_weights) for name in dict(module.named_children())["lora_A"]
-        ]
+    lora: Any = module
+    if hasattr(
+        lora, "reset_lora_parameters"
+    ):  # after its matrices, which the model's own way would not begin with zeros
+        configs: Any = model.peft_config
+        return lambda: [lora.reset_lora_parameters(name, configs[name].init_lora_weights) for name in lora.lora_A]
     by_model = getattr(model, "_init_weights", None)
     if callable(by_model) and hasattr(model, "config"):
         return lambda: by_model(module)
