@@ -275,10 +275,8 @@ def _initialise(model: torch.nn.Module, modules: list[torch.nn.Module], awaited:
 
 def _initialiser(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[], object] | None:
     lora: Any = module
-    if hasattr(
-        lora, "reset_lora_parameters"
-    ):  # after its matrices, which the model's own way would not begin with zeros
-        configs: Any = model.peft_config
+    configs: Any = getattr(model, "peft_config", {})
+    if configs and hasattr(lora, "reset_lora_parameters"):  # its matrices do not begin in the model's own way
         return lambda: [lora.reset_lora_parameters(name, configs[name].init_lora_weights) for name in lora.lora_A]
     by_model = getattr(model, "_init_weights", None)
     if callable(by_model) and hasattr(model, "config"):
