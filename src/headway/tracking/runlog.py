@@ -283,6 +283,8 @@ class ProcessStart:
         time: seconds since 1970.
         attempt: 1 for the first.
         is_after_end: the start before it had ended properly.
+        last_time: of the line before it; nan: it is the first.
+        last_step: of the values before it; None: there are none with steps.
         project: the run's name.
         config: what it was configured with.
         world_size: processes.
@@ -298,6 +300,8 @@ class ProcessStart:
     device: str
     versions: dict[str, str]
     is_after_end: bool = False
+    last_time: float = math.nan
+    last_step: int | None = None
 
 
 @dataclass
@@ -396,16 +400,18 @@ class _LogReader:
         self.points: dict[str, list[tuple[int, Point]]] = {}
         self.media: list[tuple[int, LoggedFile]] = []
         self.attempt = 0
+        self.last_step: int | None = None
         # By era: the attempt, and the step that was gone back to at its beginning.
         self.eras: list[tuple[int, float]] = [(0, math.inf)]
 
     def take(self, entry: Mapping[str, Any]) -> None:
         moment, kind = float(entry["time"]), entry["kind"]
-        self.run.last_time = moment
         if kind == "run":
             self._start(moment, entry)
-        elif kind == "values":
+        self.run.last_time = moment
+        if kind == "values":
             step = entry.get("step")
+            self.last_step = self.last_step if step is None else step
             for name, value in dict(entry["values"]).items():
                 known = _WORDS.get(value, value) if isinstance(value, str) else value
                 if isinstance(known, int | float | str):
@@ -443,6 +449,8 @@ class _LogReader:
                 str(entry.get("device", "")),
                 dict(entry.get("versions") or {}),
                 is_after_end,
+                self.run.last_time if self.run.starts else math.nan,
+                self.last_step,
             )
         )
 

@@ -15,9 +15,10 @@ import gc
 import math
 import os
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:
 
 _MAX_STEP = 2**53
 """Beyond it floats, and so the page's script, cannot tell steps apart."""
+_FEWEST_SPEEDS = 10
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,19 @@ def _load_run(path: Path, label: str) -> RunData:
         else:
             data.texts[name] = str(found[-1][2])
     data.events = _collect_events(run, place)
+    if data.has_steps and not any(name.endswith("_per_second") for name in data.series):
+        longest = max(data.series.values(), key=len, default=[])
+        speed = list(_steps_per_second(longest, data.restarts))
+        if len(speed) >= _FEWEST_SPEEDS:
+            data.series["steps_per_second"] = speed
     return data
+
+
+def _steps_per_second(points: Sequence[Point], restarts: Sequence[float]) -> Iterator[Point]:
+    """From when values were logged, where the run logs no speed of its own; not over a restart."""
+    for (step, seconds, _), (next_step, next_seconds, _) in pairwise(points):
+        if next_step > step and next_seconds > seconds and not any(seconds < at <= next_seconds for at in restarts):
+            yield next_step, next_seconds, (next_step - step) / (next_seconds - seconds)
 
 
 class _StepAxis:
@@ -361,16 +375,22 @@ def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
         for each in run.events
     ]
     # The launcher's restarts are events of the log; others, a scheduler's say, are told by nothing but the next start.
-    known = sorted(each.time for each in run.events if each.name == "restart" and math.isfinite(each.time))
+    told = [index for index, event in enumerate(found) if event.kind == "restart"]
     ends = [*(start.time for start in run.starts[2:]), math.inf]
     for start, end in zip(run.starts[1:], ends, strict=False):
-        place_of = bisect_left(known, start.time - 1)
-        is_known = place_of < len(known) and known[place_of] < end - 1
-        if not start.is_after_end and not is_known:
-            details = {"attempt": start.attempt}
-            found.append(
-                PlacedEvent("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)
-            )
+        known = [index for index in told if start.time - 1 <= run.events[index].time < end - 1]
+        details: dict[str, Any] = {}
+        if start.last_step is not None:
+            details["after_step"] = start.last_step
+        if math.isfinite(start.time - start.last_time):
+            details["pause_seconds"] = max(0.0, start.time - start.last_time)
+        if known:
+            event = found[known[0]]
+            told_too = {name: value for name, value in event.details.items() if value}  # of a scheduler's restarts, 0
+            found[known[0]] = replace(event, details=told_too | details)
+        elif not start.is_after_end:
+            at = place.step(None, start.time), place.seconds(start.time)
+            found.append(PlacedEvent("restart", *at, {"attempt": start.attempt} | details, has_step=False))
     return sorted(found, key=lambda event: event.seconds)
 
 

@@ -191,7 +191,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 def details(values: Mapping[str, Any], most: int = 300) -> str:
     """What came with an event, in one line."""
     parts = [
-        f"{name.replace('_', ' ')} {_format_detail(name, value)}"
+        f"{name.removesuffix('_seconds').replace('_', ' ')} {_format_detail(name, value)}"
         for name, value in values.items()
         if value not in _EMPTY
     ]

@@ -74,14 +74,23 @@ class Panel:
     lines: list[ChartLine] = field(default_factory=list)
 
 
+_RATES = ("learning_rate", "lr", "train/lr", "train/learning_rate")
+_NORMS = ("grad_norm", "gradient_norm", "train/grad_norm")
 _KNOWN = (
     (
         Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True),
-        {"loss": "training", "eval_loss": "evaluation"},
+        {"loss": "training", "train_loss": "training", "train/loss": "training", "eval_loss": "evaluation"},
     ),
-    (Panel("Training", "Learning rate", from_zero=True), {"learning_rate": ""}),
-    (Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True), {"grad_norm": ""}),
+    (
+        Panel("Training", "Learning rate", from_zero=True),
+        dict.fromkeys(_RATES, ""),
+    ),
+    (
+        Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True),
+        dict.fromkeys(_NORMS, ""),
+    ),
     (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), {"samples_per_second": ""}),
+    (Panel("Speed", "Steps per second", "rate", True, is_smoothed=True), {"steps_per_second": ""}),
     (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), {"tokens_per_second": ""}),
     (Panel("Speed", "Model FLOPs utilisation", "share", True, is_smoothed=True), {"mfu": ""}),
     (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), {"data_wait": ""}),

@@ -98,14 +98,33 @@ def test_a_restart_is_an_event_even_where_nobody_wrote_one(tmp_path):
 def test_a_restart_that_the_launcher_told_is_not_told_twice(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
+    log.values(25, loss=1.0)
+    log.time += 7
     log.run(attempt=2)
-    log.event("restart", restart_count=1)
-    log.time += 5
+    log.event("restart", restart_count=0)
+    log.event("resumed", 20)
+    log.values(21, loss=1.0)
+    log.time += 60
     log.run(attempt=3)
+    log.values(22, loss=1.0)
     (run,) = load([log.write()])
-    assert [(event.kind, dict(event.details)) for event in run.events] == [
-        ("restart", {"restart_count": 1}), ("restart", {"attempt": 3}),
-    ]  # fmt: skip
+    told = [(event.kind, {**event.details}) for event in run.events if event.kind == "restart"]
+    pauses = [details.pop("pause_seconds") for _, details in told]
+    assert told == [("restart", {"after_step": 25}), ("restart", {"attempt": 3, "after_step": 21})]
+    assert pauses == pytest.approx([7, 60], abs=2)
+
+
+def test_speed_comes_from_the_times_where_none_was_logged(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step in range(1, 13):
+        log.time = BEGAN + step / 4
+        log.values(step, loss=1.0, lr=0.1)
+    (run,) = load([log.write()])
+    assert [value for _, _, value in run.series["steps_per_second"]] == pytest.approx([4.0] * 11)
+    log.values(13, loss=1.0, samples_per_second=8.0)
+    (run,) = load([log.write()])
+    assert "steps_per_second" not in run.series
 
 
 def test_labels_tell_runs_apart(tmp_path):

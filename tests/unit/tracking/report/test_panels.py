@@ -40,7 +40,7 @@ def test_other_values_have_charts_of_their_own(tmp_path):
         log.values(step, reward=1.0, steps_per_second=3.0, spilled_bytes=10)
     found = panels(load([log.write()]))
     assert [(panel.section, panel.title, panel.unit) for panel in found] == [
-        ("More", "reward", "number"), ("More", "steps_per_second", "rate"), ("More", "spilled_bytes", "bytes"),
+        ("Speed", "Steps per second", "rate"), ("More", "reward", "number"), ("More", "spilled_bytes", "bytes"),
     ]  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def test_one_spike_does_not_press_the_rest_flat(tmp_path):
     log.run()
     for step in range(300):
         log.values(step, grad_norm=1e9 if step == 77 else 1.0 + step % 7 / 10)
-    (panel,) = panels(load([log.write()]))
+    panel, speed = panels(load([log.write()]))
+    assert (panel.title, speed.title) == ("Gradient norm", "Steps per second")
     low, high = domain(panel)
     assert low == 0
     assert 1.6 <= high < 2
