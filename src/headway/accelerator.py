@@ -358,7 +358,13 @@ class Accelerator(RankAware):
         self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
         place = self._checkpoints.place
         self._record = RunRecorder(
-            self.runtime, lambda: place.project, log_with, self.clock, run_state.notes, place.has_any
+            self.runtime,
+            lambda: place.project,
+            log_with,
+            self.clock,
+            run_state.notes,
+            place.has_any,
+            lambda: self._training_step.grad_norm,
         )
 
     # ---------------------------------------------------------------- what Accelerate's has besides

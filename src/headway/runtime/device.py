@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
+import psutil
 import torch
 
 from headway.common import callsite, scope
@@ -155,6 +156,11 @@ class Hardware:
         """Bytes that tensors hold on the current device; None where the device does not count."""
         count = self.memory_ability("memory_allocated")
         return None if count is None or self.kind == "cpu" else int(count())
+
+    def process_memory(self) -> int:
+        """Bytes that tensors hold on the device; on a CPU, the process's resident memory."""
+        in_use = self.memory_in_use()
+        return int(psutil.Process().memory_info().rss) if in_use is None else in_use
 
 
 def _counts() -> bool:

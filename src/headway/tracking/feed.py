@@ -29,9 +29,10 @@ from headway.common import env
 from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_rng_states
+from headway.runtime.transfers import Readback
 from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
-from headway.tracking.runlog import LoggedRun, RunLog, Value, read_run
+from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, read_run
 from headway.tracking.select import Choice
 
 
@@ -164,15 +165,26 @@ class RunFeed:
         choices: the trackers of this rank.
         is_main: rank 0 writes the log.
         position: the update that the loop is at.
+        measure: gives "memory" in bytes and "grad_norm" (a tensor, or None), which the log has where the script logs none.
 
     Attributes:
         begun: when, in seconds since 1970.
     """
 
     def __init__(
-        self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool, position: Callable[[], int]
+        self,
+        project: str,
+        folder: Path | None,
+        choices: Sequence[Choice],
+        is_main: bool,
+        position: Callable[[], int],
+        measure: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.project, self.folder, self._choices, self._position = project, folder, choices, position
+        self._measure = measure
+        self._last_norm: torch.Tensor | None = None
+        self._pending_norm: tuple[int, Readback] | None = None
+        self._named: set[str] = set()
         self._is_log_warned = False
         self.runlog: RunLog | None = None
         self.before: LoggedRun | None = None
@@ -320,6 +332,7 @@ class RunFeed:
         odd = {name: describe(value) for name, value in flat.items() if name not in known}
         if known or not flat:
             self._write("values", step, known)
+            self._log_measured(known, step)
         if new := odd.keys() - self._odd:
             self._odd |= new
             self.event("objects", step, {"kinds": {name: odd[name] for name in sorted(new)}})
@@ -329,6 +342,24 @@ class RunFeed:
             if values or not given:
                 known_step = said if guarded.takes == "given" else step
                 guarded.call("log", dict(values), step=known_step, **log_kwargs.get(guarded.name, {}))
+
+    def _log_measured(self, known: Mapping[str, Value], step: int) -> None:
+        """Memory, and the norm of the last clipping, for the report; a norm is read with the next values, without waiting."""
+        self._write_norm()
+        if self.runlog is None:
+            return
+        self._named |= {word for word in ("norm", "memory") for name in known if word in name}
+        measured = self._measure()
+        norm = measured.get("grad_norm")
+        if type(norm) is torch.Tensor and norm is not self._last_norm and "norm" not in self._named:
+            self._last_norm, self._pending_norm = norm, (step, Readback(norm))
+        if "memory" not in self._named and measured.get("memory") is not None:
+            self._write("values", step, {f"{MEASURED}memory": measured["memory"]})
+
+    def _write_norm(self) -> None:
+        pending, self._pending_norm = self._pending_norm, None
+        if pending is not None:
+            self._write("values", pending[0], {f"{MEASURED}grad_norm": pending[1].read().item()})
 
     def log_images(
         self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
@@ -380,6 +411,7 @@ class RunFeed:
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write the last line, and end the trackers, one after the other; who takes long is named."""
+        self._write_norm()
         told = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(summary or {})
         self._write("end", told)
         if self.runlog is not None:

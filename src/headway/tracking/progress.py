@@ -9,7 +9,6 @@ from contextlib import suppress
 from html import escape
 from typing import Any, Generic, TextIO, TypeVar
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -209,7 +208,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
             parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
-        parts.append((2, format_bytes(_memory())))
+        parts.append((2, format_bytes(current().hardware.process_memory())))
         parts += [(3, source()) for source in events.facts()]
         if self._is_over or (self.total is not None and self._num_done >= self.total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
@@ -407,9 +406,3 @@ def _length(iterable: Any) -> int | None:
 
 def _number(value: float | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _memory() -> int:
-    """Bytes that tensors hold on the device; on a CPU, the process's resident memory."""
-    in_use = current().hardware.memory_in_use()
-    return in_use if in_use is not None else int(psutil.Process().memory_info().rss)

@@ -49,6 +49,7 @@ class RunRecorder:
         clock: counts updates.
         notes: goes into each checkpoint's manifest: the last step that the script gave itself stands there.
         has_checkpoints: are there automatically named ones that a resume would find?
+        grad_norm: the total norm of the last clipping.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class RunRecorder:
         clock: UpdateCounter,
         notes: dict[str, Any],
         has_checkpoints: Callable[[], bool],
+        grad_norm: Callable[[], torch.Tensor | None],
     ) -> None:
         self.feed: feeding.RunFeed | None = None
         self._runtime, self._project = runtime, project
         self._progress, self._notes = clock, notes
         self._has_trackers = log_with is not None
-        self._has_checkpoints = has_checkpoints
+        self._has_checkpoints, self._grad_norm = has_checkpoints, grad_norm
         is_main = self._runtime.is_main_process
         has_folder = self._project().logging_dir is not None
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
@@ -92,7 +94,9 @@ class RunRecorder:
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
-        feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
+        feed = feeding.RunFeed(
+            project_name, folder, choices, is_main, lambda: self._progress.num_updates, self._measure
+        )
         about = {"world_size": self._runtime.world_size, "device": self._runtime.hardware.kind, "versions": _versions()}
         same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
         since = self._ended[1] if self._ended is not None and same else None
@@ -100,6 +104,9 @@ class RunRecorder:
         self.feed, self._at_exit = feed, feeding.flush_at_exit(feed)
         if self._resumed is not None:
             self._on_event(self._resumed)
+
+    def _measure(self) -> dict[str, Any]:
+        return {"grad_norm": self._grad_norm(), "memory": self._runtime.hardware.process_memory()}
 
     def _is_continuing(self, feed: "feeding.RunFeed") -> bool:
         """Is it the run that the log knows, as far as one can tell before the first value?"""

@@ -7,6 +7,7 @@ The folder is `<logging_dir>/<project_name>/`, the file `log.jsonl`; rank 0 alon
 run        a process start: format, project, config, world_size, device, versions, attempt (1, 2, ...)
 values     step (or null) and values: name to number or text; not-a-number and the infinities are the texts "nan",
            "inf" and "-inf", so that each line is strict JSON, and are read back as floats
+           names that begin with "headway/" are what the library measured, where the script logs no such value
 event      event, step (or null) and details: "resumed", "checkpoint", "out_of_memory", ...
 image      name, step, file (relative to the folder)
 artifact   the same
@@ -34,6 +35,7 @@ from headway.errors import StateError, TrackingError
 
 FILE = "log.jsonl"
 FORMAT = 1
+MEASURED = "headway/"
 SUPERSEDING = frozenset({"resumed", "started_over"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 50
@@ -312,6 +314,7 @@ class LoggedRun:
         path: the file.
         starts: one for each process start, in order.
         values: name to points (step, time, value) in the order logged, without those that are superseded.
+        measured: the same of what the library measured itself: "memory" (bytes), "grad_norm".
         events: all of them, in order.
         media: images and artefacts, without those that are superseded.
         summary: of the last end; None where the run has not ended: it goes on, or was killed.
@@ -322,6 +325,7 @@ class LoggedRun:
     path: Path
     starts: list[ProcessStart] = field(default_factory=list)
     values: dict[str, list[Point]] = field(default_factory=dict)
+    measured: dict[str, list[Point]] = field(default_factory=dict)
     events: list[LoggedEvent] = field(default_factory=list)
     media: list[LoggedFile] = field(default_factory=list)
     summary: dict[str, Any] | None = None
@@ -472,4 +476,5 @@ class _LogReader:
                     newest[number] = max(self.eras[era][0], newest.get(number, 0))
             kept = [point for era, point in points if point[0] is None or self.eras[era][0] == newest[point[0]]]
             if kept:
-                self.run.values[name] = kept
+                is_own = name.startswith(MEASURED)
+                (self.run.measured if is_own else self.run.values)[name.removeprefix(MEASURED)] = kept

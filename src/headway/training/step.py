@@ -110,6 +110,8 @@ class TrainingStep(ABC):
         self.precision = precision
         self.guard = guard
         self.moments = moments
+        self.grad_norm: torch.Tensor | None = None
+        """Of the last clipping of final gradients."""
         self.turns = ModelTurns(windows, prepared, strategy)
         self._first_window = FirstWindow(windows, prepared, strategy)
         self.weighs_losses = type(policy) is LossPolicy
@@ -275,6 +277,7 @@ class TrainingStep(ABC):
         known = self.guard.before_clip(chosen, norm_type)
         norm = self.strategy.clip(chosen, max_norm, norm_type, known)
         self.guard.after_clip(chosen)
+        self.grad_norm = norm
         return norm
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:

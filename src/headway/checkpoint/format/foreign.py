@@ -108,7 +108,7 @@ def _beside(path: Path) -> str:
         return f"; {parent} holds {listed(inside, 3)}"
     if parent != path.parent:
         return f", and neither does {path.parent}; give a folder that save_state wrote"
-    return "; give a folder that save_state wrote"
+    return '; give a folder that save_state wrote, or resume("latest") for the newest automatic one'
 
 
 def _weights_of(folder: Path) -> str:

@@ -295,14 +295,14 @@ def _load_run(path: Path, label: str) -> RunData:
     known = run.starts, began, last - began, run.is_ended, _is_torn(path), run.damaged
     data = RunData(label, path, run.project, leaves(run.config, "."), *known, summary=leaves(run.summary or {}, "."))
     data.has_steps, data.silent_for = place.has_steps, max(0.0, time.time() - last)
-    for name, found in run.values.items():
+    for name, found in (run.measured | run.values).items():
         if points := place.points(found):
             data.series[name] = points
         else:
             data.texts[name] = str(found[-1][2])
     data.events = _collect_events(run, place)
     if data.has_steps and not any(name.endswith("_per_second") for name in data.series):
-        longest = max(data.series.values(), key=len, default=[])
+        longest = max((data.series[name] for name in run.values if name in data.series), key=len, default=[])
         speed = list(_steps_per_second(longest, data.restarts))
         if len(speed) >= _FEWEST_SPEEDS:
             data.series["steps_per_second"] = speed

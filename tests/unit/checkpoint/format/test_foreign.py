@@ -77,6 +77,7 @@ def test_what_is_missing_or_is_a_file_or_holds_checkpoints(tmp_path):
     assert explain(tmp_path / "a" / "b") == (
         f"{tmp_path / 'a' / 'b'} does not exist, and neither does {tmp_path / 'a'}; give a folder that save_state wrote"
     )
+    assert explain(tmp_path / "last").endswith('save_state wrote, or resume("latest") for the newest automatic one')
     file = parent / "checkpoint_9" / "manifest.json"
     assert explain(file).endswith(f"give its folder, {parent / 'checkpoint_9'}")
     for folder in (parent, tmp_path):
