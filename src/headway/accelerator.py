@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import TypeVarTuple, Unpack
 
 from headway.checkpoint.resume.checkpoints import (
     Checkpoints,
@@ -108,6 +109,10 @@ else:
     forecasts = Later("headway.training.forecast")
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=torch.nn.Module)
+Ts = TypeVarTuple("Ts")
 
 
 @known_keywords
@@ -386,11 +391,22 @@ class Accelerator(RankAware):
 
     # ---------------------------------------------------------------- prepare
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
+    @overload
+    def prepare(self, obj: T, /, *, device_placement: list[bool] | None = None, strict: bool = False) -> T: ...
+
+    @overload
+    def prepare(
+        self, *objects: Unpack[Ts], device_placement: list[bool] | None = None, strict: bool = False
+    ) -> tuple[Unpack[Ts]]: ...
+
+    def prepare(  # type: ignore[misc]  # mypy does not see that *objects takes what the second overload does
+        self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False
+    ) -> Any:
         """Make models, optimizers, loaders and schedules ready, in any order; returns them in the order given.
 
         The model comes back as the same object. One argument comes back alone, several as a tuple; None passes through;
-        what is prepared already is returned as it is, and so is an object of another kind, with a warning.
+        what is prepared already is returned as it is, and so is an object of another kind, with a warning. For type checkers,
+        each keeps the type that it came with: a prepared optimizer, loader or schedule has its attributes, too.
 
         Args:
             objects: models, optimizers, DataLoaders, schedules.
@@ -437,9 +453,7 @@ class Accelerator(RankAware):
         """Prepare one schedule; its optimizer must be prepared."""
         return self._preparation.scheduler(scheduler)
 
-    def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> Any:
+    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
         """The user's own module: what prepare() gave back is that object already.
 
         Args:
@@ -450,8 +464,8 @@ class Accelerator(RankAware):
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
-        model = self.strategy.unwrap(model)
-        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
+        own: Any = self.strategy.unwrap(model)
+        return own if keep_torch_compile else getattr(own, "_orig_mod", own)  # type: ignore[no-any-return]
 
     def checkpoint_activations(
         self,
@@ -704,14 +718,14 @@ class Accelerator(RankAware):
 
     # ---------------------------------------------------------------- data and metrics
 
-    def gather(self, tensor: Tree) -> Tree:
+    def gather(self, tensor: T) -> T:
         """Every rank's tensors, concatenated along dim 0 in rank order (a 0-d tensor counts as one row).
 
         First dimensions may differ between ranks. Nested structures keep their shape. Repeats that fill a batch up are among the
         rows, which is said once; `gather_for_metrics` leaves them out.
         """
         look_for_repeats(tensor, self._training_step.windows.loader, self.num_processes)
-        return super().gather(tensor)
+        return super().gather(tensor)  # type: ignore[no-any-return]
 
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None

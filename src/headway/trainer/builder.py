@@ -305,7 +305,8 @@ class LargestBatch:
         try:
             checkpoint_activations(self.args, accelerator, self.model)
             chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            loader = accelerator.prepare(self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size))
+            given = self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
+            loader = accelerator.prepare_data_loader(given)
             self._update(accelerator, loader)
         finally:
             release_model(self.args, accelerator, self.model)

@@ -188,7 +188,9 @@ class AccelerateAccelerator(Accelerator):
         """As Headway's; without any tracker, an object that takes every call and does nothing."""
         return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
+    def prepare(  # type: ignore[override]
+        self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False
+    ) -> Any:
         """As Headway's; under mixed precision, models return float32."""
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:

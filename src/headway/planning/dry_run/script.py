@@ -241,7 +241,7 @@ def watched_by(dry_run: ScriptDryRun) -> type[Accelerator]:
     """The Accelerator that the script gets instead of Headway's."""
 
     class DryRunAccelerator(Accelerator):
-        def prepare(self, *objects: Any, **options: Any) -> Any:
+        def prepare(self, *objects: Any, **options: Any) -> Any:  # type: ignore[override]
             dry_run.precision = self.mixed_precision
             # Where the model goes is what is forecast; here it stays where it is.
             options["device_placement"] = [not isinstance(each, nn.Module) for each in objects]
