@@ -113,7 +113,7 @@ def table(result: dict[str, Any]) -> str:
     """The levers as Markdown, for the documentation."""
     base = next(iter(result["rows"].values()))
     lines = [
-        "| lever | peak of all tensors | memory saved | CPU time per update | time added |",
+        "| setting | peak of all tensors | memory saved | CPU time per update | time added |",
         "|---|---|---|---|---|",
     ]
     for name, row in result["rows"].items():

@@ -24,7 +24,7 @@ class MirrorStrategy(DDPStrategy):
     """
 
     name = "mirror"
-    capabilities = Capabilities(rollback=False)  # DDP's gradients travel while backward runs: no batch can be run again
+    capabilities = Capabilities(rollback=False)  # DDP reduces gradients during backward: no batch can be run again
 
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives, options.ddp)

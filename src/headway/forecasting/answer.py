@@ -72,7 +72,7 @@ class Forecast:
         reserved: the most that torch's allocator takes from the card (`torch.cuda.max_memory_reserved`).
         least: in use on the device at least, context and libraries included; what `nvidia-smi` shows.
         total: likely in use on the device.
-        most: in use at most; the margin is in docs/forecast.md.
+        most: in use at most; the margin is in docs/forecast_reference.md.
         split: `allocated`, by what it is held for.
         peak: where in the step it is reached: "step 2 backward".
         peak_line: the line that asked for the memory with which it was reached; "" where it is none of the user's.

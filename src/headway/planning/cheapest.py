@@ -41,7 +41,7 @@ class Configuration:
         most: in use at most.
         fits: True: even `most` stays within the budget; False: not even `least` does; None: it is too close to tell.
         cost: of one update, relative to the cheapest row that fits (if none does, to the cheapest of all); None: not traced.
-            docs/forecast.md says what it counts; it is not a forecast of time.
+            docs/forecast_reference.md says what it counts; it is not a forecast of time.
         work: what the operations of one update have to do; None: not traced.
         problem: why it cannot be forecast; "" if it can.
     """

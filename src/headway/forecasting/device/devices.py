@@ -81,7 +81,7 @@ _AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
 """`:4096:2:16:8`, what torch asks for where CUBLAS_WORKSPACE_CONFIG is not set."""
 _HOPPER = 32 * MIB
 
-# In use on the card with BERT-large's weights alone, as published beside the table of docs/forecast.md, less what the allocator
+# In use on the card with BERT-large's weights alone, as published beside the table of docs/forecast_reference.md, less what torch
 # takes for these weights. The rows of the table themselves are not in it.
 _3090_CONTEXT = (2564 - 1294) * MIB
 # Code for compute capability 8.6 in the libraries of nvidia-cublas-cu11 11.10.3.66 (May 2022), uncompressed: 61 MiB in libcublas,
