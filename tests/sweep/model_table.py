@@ -1,0 +1,169 @@
+"""Thirty models under every layout beside plain PyTorch on one process: losses, gradient norms and weights, or a refusal.
+
+`python -m tests.sweep.parity` prints the table after that of settings, `--write` writes it to docs/parity.md. Each cell trains for four updates of eight
+rows, clipped, by SGD with momentum; by hand each update is one batch on one process.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, DataLoaderConfiguration
+from headway.errors import HeadwayError
+from tests.devices import ON_CPU
+from tests.distributed.layouts import whole_weights
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.sweep.models import CASES
+
+UPDATES, WINDOW, CLIP = 4, 8, 0.5
+CLOSE = 1e-6
+"""Relative to the largest loss, norm or weight."""
+LAYOUTS = {
+    "ddp": 2, "fsdp": 2, "hsdp=2": 4, "tp": 2, "fsdp+tp=2": 4, "cp": 2, "fsdp+cp=2": 4, "pp": 2, "fsdp=2+pp=2": 4, "pp=2+tp=2": 4,
+    "ep": 2, "fsdp+ep=2": 4,
+}  # fmt: skip
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell came to.
+
+    Attributes:
+        apart: the largest relative difference; None: there is none.
+        refusal: Headway's own error, in one line.
+        failure: what else went wrong.
+    """
+
+    apart: float | None = None
+    refusal: str = ""
+    failure: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Equal, or refused."""
+        return bool(self.refusal) or (self.apart is not None and self.apart < CLOSE)
+
+    def __str__(self) -> str:
+        if self.refusal:
+            return "refused"
+        return "FAILS" if self.apart is None else "equal" if self.is_good else f"{self.apart:.0e}"
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+@cache
+def by_hand(name: str, num_parts: int) -> dict[str, Any]:
+    """Plain PyTorch on one process; each rank's rows through the model by themselves where it normalises them."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.make().train()
+    optimizer, rows = _optimizer(model), case.rows()
+    losses, norms = [], []
+    for number in range(UPDATES):
+        start = number * WINDOW % len(rows[0])
+        batch = [each[start : start + WINDOW] for each in rows]
+        pieces = zip(*(each.chunk(num_parts) for each in batch)) if case.is_by_rank else [batch]
+        kept: dict[str, torch.Tensor] = {}
+        total, count = 0.0, 0
+        for piece in pieces:
+            loss, weight = case.loss(model, *piece)
+            loss.backward()
+            total, count = total + loss.item(), count + weight
+            kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if case.is_by_rank:  # DDP keeps rank 0's
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / count)
+    return {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+
+
+def _num_parts(name: str, num_ranks: int) -> int:
+    return num_ranks if CASES[name].is_by_rank else 1
+
+
+def _prepared(name: str, layout: str) -> dict[str, Any]:
+    """The same through the Accelerator, or Headway's refusal."""
+    case = CASES[name]
+    accelerator = Accelerator(
+        cpu=ON_CPU, strategy=layout, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    torch.manual_seed(0)
+    model = case.make().train()
+    try:
+        optimizer = _optimizer(model)
+        loader = DataLoader(TensorDataset(*case.rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses, norms = [], []
+        while len(losses) < UPDATES:
+            for batch in loader:
+                if len(losses) == UPDATES:
+                    break
+                if loader.mask is not None and not loader.mask.all():
+                    raise AssertionError("rows that fill a batch up")
+                loss, weight = case.loss(model, *batch)
+                accelerator.backward(loss, weight=weight, reduction="sum")
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
+                losses.append(float(accelerator.reduce_mean(loss.item(), weight)))
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"losses": losses, "norms": norms, "weights": accelerator.get_state_dict(model)}
+    except HeadwayError as error:
+        return {"refusal": f"{type(error).__name__}: {error}"}
+
+
+def measure(name: str, layout: str, num_ranks: int, timeout: float = 120) -> Outcome:
+    """One cell: every rank's losses and norms, and the whole weights, beside the hand-written loop's."""
+    try:
+        by_rank = run_ranks(_prepared, num_ranks, name, layout, timeout=timeout)
+    except RankFailed as error:
+        return Outcome(failure=str(error))
+    refusals = [each["refusal"] for each in by_rank if "refusal" in each]
+    if refusals:
+        return Outcome(refusal=" ".join(refusals[0].split()))
+    expected, largest = by_hand(name, _num_parts(name, num_ranks)), 0.0
+    for curves in by_rank:
+        for kind in ("losses", "norms"):
+            apart = max(abs(a - b) for a, b in zip(expected[kind], curves[kind], strict=True))
+            largest = max(largest, apart / max(map(abs, expected[kind])))
+    whole, weights = expected["weights"], by_rank[0]["weights"]
+    if missing := sorted(whole.keys() ^ weights.keys()):
+        return Outcome(failure=f"names of weights differ: {missing[:5]}")
+    names = [each for each in whole if whole[each].is_floating_point()]
+    scale = max(float(whole[each].abs().max()) for each in names if whole[each].numel())
+    apart = max(float((whole[each] - weights[each]).abs().max()) for each in names if whole[each].numel())
+    return Outcome(max(largest, apart / scale))
+
+
+def table(
+    models: Sequence[str] = (), layouts: Sequence[str] = (), at_once: int = 2
+) -> dict[tuple[str, str], Outcome]:
+    """All cells, some of them side by side; a line for each as it ends."""
+    cells = [(name, layout) for name in models or CASES for layout in layouts or LAYOUTS]
+    began = time.monotonic()
+    for name, layout in cells:  # here, since threads share torch's generator
+        by_hand(name, _num_parts(name, LAYOUTS[layout]))
+
+    def one(cell: tuple[str, str]) -> Outcome:
+        outcome = measure(*cell, LAYOUTS[cell[1]])
+        said = outcome.refusal or outcome.failure
+        print(f"{time.monotonic() - began:5.0f} s  {cell[0]}, {cell[1]}: {outcome}  {said}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return dict(zip(cells, pool.map(one, cells)))
