@@ -1,9 +1,10 @@
 """Thirty models under every layout beside plain PyTorch on one process: losses, gradient norms and weights, or a refusal.
 
-`python -m tests.sweep.parity` prints the table after that of settings, `--write` writes it to docs/parity.md. Each cell trains for four updates of eight
-rows, clipped, by SGD with momentum; by hand each update is one batch on one process.
+`python -m tests.sweep.parity --models` prints the table, `--write` writes it to docs/parity.md. Each cell trains for four updates of
+eight rows, clipped, by SGD with momentum; by hand each update is one batch on one process.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,9 +151,7 @@ def measure(name: str, layout: str, num_ranks: int, timeout: float = 120) -> Out
     return Outcome(max(largest, apart / scale))
 
 
-def table(
-    models: Sequence[str] = (), layouts: Sequence[str] = (), at_once: int = 2
-) -> dict[tuple[str, str], Outcome]:
+def table(models: Sequence[str] = (), layouts: Sequence[str] = (), at_once: int = 2) -> dict[tuple[str, str], Outcome]:
     """All cells, some of them side by side; a line for each as it ends."""
     cells = [(name, layout) for name in models or CASES for layout in layouts or LAYOUTS]
     began = time.monotonic()
@@ -167,3 +166,33 @@ def table(
 
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(cells, pool.map(one, cells)))
+
+
+def rows(found: dict[tuple[str, str], Outcome]) -> list[list[str]]:
+    """A row for each model, a column for each layout."""
+    names, layouts = list(dict.fromkeys(name for name, _ in found)), list(dict.fromkeys(layout for _, layout in found))
+    heads = [f"{layout} x{LAYOUTS[layout]}" for layout in layouts]
+    return [["", *heads], *([name, *(str(found[name, layout]) for layout in layouts)] for name in names)]
+
+
+def write(found: dict[tuple[str, str], Outcome]) -> None:
+    """The table and the refusals, between the marks of docs/parity.md."""
+    head, *body = rows(found)
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+    counts = [sum(str(cell) == word for cell in found.values()) for word in ("equal", "refused")]
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for (name, layout), cell in found.items():
+        if cell.refusal:
+            reasons.setdefault(_reason(name, cell.refusal), {}).setdefault(name, []).append(layout)
+    said = [f"- *{reason}*: {'; '.join(names)}." for reason, names in sorted(reasons.items())]
+    text = PAGE.read_text()
+    before, after = text.split("<!-- table -->\n")[0], text.split("<!-- /table -->\n")[1]
+    total = f"{len(found)} cells: {counts[0]} equal, {counts[1]} refused, {len(found) - sum(counts)} otherwise. The refusals:"
+    PAGE.write_text("\n".join([f"{before}<!-- table -->", *lines, "", total, "", *said, f"<!-- /table -->\n{after}"]))
+
+
+def _reason(name: str, refusal: str) -> str:
+    """A refusal's first clause, the model's class left out."""
+    kind = type(CASES[name].make()).__name__
+    text = re.sub(rf"\b(FSDP)?{kind}\b", "the model", refusal.partition(": ")[2])
+    return re.split(r"[:;] |\. |, but |, too few", text)[0].replace("*", r"\*")

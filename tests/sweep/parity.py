@@ -2,6 +2,7 @@
 
 `python -m tests.sweep.parity` prints the table of docs/layouts.md: a row for each layout, a column for each kind of model or
 setting. Each cell trains for six updates: windows of ragged micro-batches, weighed by their tokens and clipped, AdamW in two groups.
+`--models` prints thirty models under each layout instead (`model_table.py`), and `--write` writes that table to docs/parity.md.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT_PLAN
 from tests.distributed.layouts import Curve, Task, by_hand, prepared
 from tests.distributed.ranks import RankFailed, run_ranks
+from tests.sweep import model_table
 from tests.sweep.tables import laid_out
 
 CLOSE, CLOSE_IN_BF16 = 5e-6, 3e-2
@@ -157,7 +159,14 @@ def main() -> int:
     reader = argparse.ArgumentParser(description=__doc__)
     reader.add_argument("--zero", action="store_true", help="DeepSpeed's stages too")
     reader.add_argument("--only", nargs="*", help="layouts such as fsdp and tp")
+    reader.add_argument(
+        "--models", nargs="*", help="thirty models under each layout, or these of them, instead of the settings"
+    )
+    reader.add_argument("--at_once", type=int, default=2, help="cells of models at a time")
+    reader.add_argument("--write", action="store_true", help="with --models: write docs/parity.md")
     asked = reader.parse_args()
+    if asked.models is not None:
+        return models(asked)
     rows = [row for row in (*ROWS, *(ENGINES if asked.zero else ())) if not asked.only or row.layout in asked.only]
     began, bad = time.monotonic(), []
     table = [["largest difference", *COLUMNS]]
@@ -175,6 +184,18 @@ def main() -> int:
     print(f"\n{laid_out(table)}\n{len(bad)} not as promised; {time.monotonic() - began:.0f} s")
     for each in bad:
         print(each)
+    return bool(bad)
+
+
+def models(asked: argparse.Namespace) -> int:
+    """Print the table of models, and write it to docs/parity.md if asked to; 1 where a cell is neither equal nor refused."""
+    torch.set_num_threads(1)
+    found = model_table.table(asked.models or (), asked.only or (), asked.at_once)
+    print(f"\n{laid_out(model_table.rows(found))}")
+    if asked.write:
+        model_table.write(found)
+    bad = [f"{name}, {layout}: {cell}" for (name, layout), cell in found.items() if not cell.is_good]
+    print(*bad, f"{len(bad)} of {len(found)} neither equal nor refused", sep="\n")
     return bool(bad)
 
 

@@ -11,6 +11,8 @@ from headway.errors import ConfigError
 
 ROTATIONS = ("allgather", "alltoall")
 """How keys and values travel."""
+CP_STYLES = ("ring", "ulysses", "auto")
+"""What each rank computes attention of: queries of its part, or some heads of all tokens."""
 
 
 @dataclass
@@ -18,6 +20,9 @@ class TorchContextParallelConfig:
     """Options of context parallelism, in a ParallelismConfig or in `kwargs_handlers`.
 
     Attributes:
+        cp_style: "ring" (default): each rank has the queries of its part, and keys and values travel. "ulysses": each rank has some
+            of the heads, of whole sequences (Jacobs et al., 2023, arXiv 2309.14509); the number of heads must be a multiple of the
+            ranks'. "auto": the one that sends less.
         cp_comm_strategy: "allgather" (default) or "alltoall": how keys and values travel in torch's ring attention.
         labels: arguments of the model, of the shape (rows, tokens), from which it computes a loss over tokens itself.
         blocks: classes, class names or names of the modules through which sequences go; none: what is repeated in the model.
@@ -25,6 +30,7 @@ class TorchContextParallelConfig:
     """
 
     cp_comm_strategy: str | None = None
+    cp_style: str = "ring"
     labels: tuple[str, ...] = ("labels", "shift_labels", "targets", "target")
     blocks: tuple[Any, ...] = ()
     ignore_index: int | None = None
@@ -36,6 +42,8 @@ class TorchContextParallelConfig:
         self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
         if self.cp_comm_strategy not in ROTATIONS:
             raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: {', '.join(ROTATIONS)}")
+        if self.cp_style not in CP_STYLES:
+            raise ConfigError(f"cp_style={self.cp_style!r}; allowed: {', '.join(CP_STYLES)}")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Attention over sequences of which each rank holds a part: all keys and values gathered, or torch's ring.
+"""Attention over sequences of which each rank holds a part: all keys and values gathered, torch's ring, or heads for parts (Ulysses).
 
 `WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever
 makes them; gradients of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of
@@ -39,15 +39,16 @@ class WholeSequenceAttention(TorchFunctionMode):
     Args:
         axis: the ranks.
         ring: what computes causal attention without dropout, instead of gathering; None: nothing does.
+        style: "ring", "ulysses" or "auto".
 
     Attributes:
         num_calls: how many calls were taken.
         is_open: blocks stand in it from here on.
     """
 
-    def __init__(self, axis: SplitAxis, ring: Causal | None = None) -> None:
+    def __init__(self, axis: SplitAxis, ring: Causal | None = None, style: str = "ring") -> None:
         super().__init__()
-        self._axis, self._ring = axis, ring
+        self._axis, self._ring, self._style = axis, ring, style
         self.is_open = self._is_padded = False
         self.num_calls = 0
 
@@ -88,6 +89,8 @@ class WholeSequenceAttention(TorchFunctionMode):
                 f"{key.shape[-2]} keys on this rank (cross attention, or a cache of keys); use fsdp or tp for this model"
             )
         query, key, value = _in_one_format(query, key, value)
+        if self._goes_by_heads(query, key):
+            return self._by_heads(query, key, value, attn_mask, dropout_p, is_causal, scale)
         is_plain = is_causal and attn_mask is None and not dropout_p and query.dim() == 4
         is_plain = is_plain and (enable_gqa or query.shape[1] == key.shape[1])
         if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
@@ -106,12 +109,75 @@ class WholeSequenceAttention(TorchFunctionMode):
             options["is_causal"] = is_causal  # with a mask, an error of torch's
         elif is_causal:
             attn_mask = self._causal_mask(query, key)
-        elif self._is_padded:
+        else:
+            self._refuse_padding()
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+    def _refuse_padding(self) -> None:
+        if self._is_padded:
             raise DataError(
                 "context parallelism had to pad the sequence, and attention that is not causal would see the padding; pad batches "
                 f"to a multiple of {2 * self._axis.size} tokens, with an attention_mask"
             )
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+    def _goes_by_heads(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Ulysses, or the ring? Heads of keys that are fewer than the ranks are repeated."""
+        if self._style == "ring":
+            return False
+        size = self._axis.size
+        heads, others = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
+        fits = heads % size == 0 and (others % size == 0 or size % others == 0)
+        if self._style == "ulysses":
+            if not fits:
+                raise UnsupportedError(
+                    f'cp_style="ulysses" gives each of the {size} ranks as many heads, and attention has {heads}, with {others} '
+                    'heads of keys; use a number of ranks that divides both, or cp_style="ring"'
+                )
+            return True
+        # Of a part's tokens: queries, keys, values and outputs once, against keys and values to every rank.
+        is_less = fits and heads + max(others, size) < size * others
+        chosen = "ulysses" if is_less else "ring"
+        log.info_once('cp_style="auto": %s, for %d heads (%d of keys) on %d ranks', chosen, heads, others, size)
+        return is_less
+
+    def _by_heads(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Whole sequences of this rank's heads."""
+        times = max(1, self._axis.size // key.shape[1])
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "is_causal": is_causal}
+        if mask is not None:
+            length = self._length_of(mask, query)
+            if mask.dim() == 4 and mask.shape[1] > 1:
+                raise UnsupportedError(
+                    'cp_style="ulysses" cannot divide an attention mask that differs by head; use cp_style="ring"'
+                )
+            mask = self._whole_rows(mask, query.shape[-2])
+        elif not is_causal:
+            self._refuse_padding()
+        query, key, value = (sequences.to_heads(each, self._axis) for each in (query, key, value))
+        if mask is not None:
+            key, value = key[:, :, :length], value[:, :, :length]
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        return sequences.to_parts(out, self._axis)
+
+    def _whole_rows(self, mask: torch.Tensor, part: int) -> torch.Tensor:
+        """A mask of all queries from this rank's rows of it."""
+        if mask.dim() < 2 or mask.shape[-2] != part:
+            return mask
+        if mask.dtype == torch.bool:
+            return sequences.gather(mask.to(torch.uint8), self._axis, -2).bool()
+        return sequences.gather(mask, self._axis, -2)
 
     def _length_of(self, mask: torch.Tensor, query: torch.Tensor) -> int:
         """How many keys a mask is for; its rows must be this rank's part."""

@@ -94,7 +94,8 @@ class ContextParallel:
         self._ring = attention.find(
             mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
         )
-        self._attention = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
+        ring = None if self._ring is None else self._ring.attend
+        self._attention = WholeSequenceAttention(self._axis, ring, options.cp_style)
         self._rng_states = SplitRNG(self._axis)
         self._phase, self._length = CallPhase.NONE, 0
         self._ways: dict[tuple[bool, bool], SplitRegion] = {}

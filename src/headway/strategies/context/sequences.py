@@ -13,7 +13,7 @@ must be known: from the options, or from the cross entropy that the model is see
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from headway.config.layout_request import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import check as context_check
-from headway.strategies.tensor.crossings import SplitAxis, all_gather, reduce_scatter
+from headway.strategies.tensor.crossings import SplitAxis, all_gather, exchange, reduce_scatter
 
 
 def padded(length: int, axis: SplitAxis) -> int:
@@ -60,6 +60,22 @@ def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -
 def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, padding included, for computations in which each rank does its share."""
     return _Gather.apply(part, axis, dim % part.dim(), 0)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def to_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """From a part of the sequence of all heads [rows, heads, part, width] to whole sequences of this rank's share of the heads."""
+    found = _exchange(torch.stack(part.chunk(axis.size, 1)), axis)
+    return _in_order(found, axis, 2)
+
+
+def to_parts(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """The way back from `to_heads`."""
+    return torch.cat(_exchange(_by_rank(heads, axis, 2), axis).unbind(0), 1)
+
+
+def _exchange(by_rank: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    rows, even = by_rank.reshape(axis.size, -1), [1] * axis.size
+    return exchange(rows, axis, even, even, 1.0, nullcontext).view_as(by_rank)
 
 
 def scatter(terms: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:

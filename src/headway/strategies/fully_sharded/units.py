@@ -240,5 +240,5 @@ def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:  # another stage of a pipeline has it
                 module._buffers[name] = buffer.to(device)

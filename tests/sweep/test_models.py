@@ -1,0 +1,32 @@
+"""A few cells of the table of models; `python -m tests.sweep.parity --models` has all of them."""
+
+import pytest
+
+from tests.sweep.model_table import LAYOUTS, measure
+
+EQUAL = [
+    ("T5", "fsdp"),
+    ("Mamba", "pp"),
+    ("Qwen3-MoE", "ep"),
+    ("Gemma 3", "pp=2+tp=2"),
+    ("DeepSeek-V3", "pp=2+tp=2"),
+    ("CNN, BatchNorm", "ddp"),
+]
+REFUSED = [
+    ("BERT", "tp", "has no tensor-parallel plan of its own; give one by module names"),
+    ("Llama", "ep", "has no experts that ep=2 could distribute"),
+    ("T5", "cp", "needs one stack of blocks"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), EQUAL)
+def test_a_model_is_equal_to_the_loop_by_hand(model, layout):
+    found = measure(model, layout, LAYOUTS[layout], timeout=300)
+    assert str(found) == "equal", found
+
+
+@pytest.mark.parametrize(("model", "layout", "said"), REFUSED)
+def test_a_model_is_refused_with_advice(model, layout, said):
+    found = measure(model, layout, LAYOUTS[layout], timeout=300)
+    assert said in found.refusal
+    assert not found.failure
