@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
-import psutil
 import torch
 
 from headway.common import callsite, scope
+from headway.common.optional import Later
 from headway.errors import DeviceUnavailable, UnsupportedError
+
+psutil = Later("psutil")
 
 _REFUSED = {
     "tpu": "TPUs need torch_xla, which Headway does not support yet; use a CPU, or an accelerator that torch supports itself",

@@ -1,4 +1,4 @@
-"""Attention over sequences of which each rank holds a part: all keys and values gathered, torch's ring, or heads for parts (Ulysses).
+"""Attention over sequences of which each rank holds a part: keys gathered, torch's ring, or heads for parts (Ulysses).
 
 `WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever
 makes them; gradients of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of
