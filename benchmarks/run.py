@@ -18,6 +18,7 @@ QUESTIONS = {
     "launch_time": "What does launching on one process cost beyond `python script.py`?",
     "two_processes": "What do a micro-step and a gather cost on two processes (gloo)?",
     "layouts": "What does a sharded step cost beside hand-written `fully_shard`, on two processes (gloo)?",
+    "axes": "What does a step cost under tp, cp, ep, pp and pp+fsdp beside the same written by hand (gloo)?",
     "control_cost": "What does a vote on the control plane cost?",
     "watch_cost": "What does the hang watch cost a rank?",
     "guard_cost": "What do the throughput meter and the guard against non-finite values cost?",

@@ -80,6 +80,20 @@ def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**chosen, **changes}))
 
 
+def mixtral() -> nn.Module:
+    """A transformers Mixtral of four experts, which are called one after the other: their grouped product knows no float64."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2, use_cache=False, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")
+    return model
+
+
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Of either kind of model."""
     found = model(tokens)

@@ -1,12 +1,15 @@
 """What tells a save that it is alone: everything that the other ranks may go on to, and what they may have been through before."""
 
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from headway import find_executable_batch_size
+from headway import Accelerator, find_executable_batch_size
 from headway.checkpoint.loading.files import verify
+from headway.runtime import process
+from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 from tests.distributed.test_saves_of_one_rank import Training
@@ -67,6 +70,25 @@ def test_a_rank_that_goes_past_says_so(tmp_path):
     (first, losses), (_, others) = run_ranks(go_past, 2, str(tmp_path))
     assert first == ["one", "two", "one", "one", "one", "one"]
     assert len(losses) == len(others) > 4
+
+
+def from_another_line():
+    """Nothing makes rank 0 wait in its forward: it has gone on when rank 1 comes to it, at a line where it was never before."""
+    accelerator = Accelerator(cpu=True)
+    check = RankConditionalCallCheck(process.current(), "deepspeed")
+    for number in range(3):
+        if accelerator.process_index and number == 1:
+            time.sleep(0.5)
+            check.check("the model is called", "a forward")
+        else:
+            check.check("the model is called", "a forward")
+        if number:
+            accelerator.wait_for_everyone()
+    return True
+
+
+def test_a_forward_from_another_line_is_the_same_forward():
+    assert run_ranks(from_another_line, 2) == [True, True]
 
 
 def after_a_failed_attempt(root):

@@ -66,5 +66,7 @@ SHARDED = {
     "hsdp behind": Mode(layout="hsdp=2", num_ranks=(4,), rows=43, is_blocking=False),
     "fsdp+tp": Mode(layout="fsdp+tp=2", num_ranks=(4,), accumulation=2),
     "fsdp+tp behind": Mode(layout="fsdp+tp=2", num_ranks=(4,), is_blocking=False),
+    "pp+fsdp": Mode(layout="pp=2+fsdp", learning="function", num_ranks=(4,), rows=48),
+    "pp+fsdp behind": Mode(layout="pp=2+fsdp", learning="function", num_ranks=(4,), rows=48, is_blocking=False),
 }
 """Each rank writes its part of the model, in step or behind the loop."""

@@ -135,7 +135,7 @@ PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 
 
 def options_of(layout: str) -> list[object]:
-    if layout == "pp":
+    if "pp" in layout:
         return [PipelineOptions(num_microbatches=3)]  # of four rows: two, one and one; and an epoch ends with one row
     return [TensorParallelOptions(plan=PLAN)] if "tp" in layout else []
 

@@ -33,6 +33,16 @@ CHOSEN = {
             jobs.Strike("saving", 0.7, 0.2, signal.SIGTERM, "launcher"),
         ),
     ),
+    # The same in a pipeline, on the last stage.
+    "stages with shards, saved behind the loop": runs.Plan(
+        1003,
+        "pp+fsdp behind",
+        4,
+        (
+            jobs.Strike("saving", 0.4, 0.5, signal.SIGKILL, "rank 3"),
+            jobs.Strike("saving", 0.7, 0.2, signal.SIGTERM, "launcher"),
+        ),
+    ),
     # Its evaluation is run again before the loop, which has no epoch left.
     "a Trainer in its last evaluation": runs.Plan(
         1000, "trainer", 1, (jobs.Strike("evaluation", 0.99, 0.0, signal.SIGTERM, "launcher"),)

@@ -25,6 +25,7 @@ from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.weights.pieces import is_dtensor
 
 device_mesh = Later("torch.distributed.device_mesh")
+debug = Later("torch.distributed.tensor.debug")
 
 
 def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
@@ -32,6 +33,9 @@ def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
 
     Ranks along ep or cp share parameters, too: they would hold the same ones, and their gradients have to be summed anyway.
     """
+    # torch takes parts of two meshes for one where names and ranks agree, and gives results of operators that it has seen the former
+    # one: a mesh with other axes around it, or with groups that have ended.
+    debug._clear_sharding_prop_cache()
     sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
     shards = [axis for axis in ("shard", "ep", "cp") if axis in sizes]
     if "replicate" in sizes and not shards:

@@ -56,6 +56,9 @@ _LOOKS = 2000
 _KEPT = 16
 """Calls whose keys stay in the store: nobody is that far behind who still asks."""
 
+_CALLS = 64
+"""Calls that a rank remembers: a forward that exchanges nothing may lie so far behind it when another rank comes to it."""
+
 _READ = timedelta(seconds=30)
 
 log = get_logger(__name__)
@@ -90,6 +93,7 @@ class Attendance:
 
     def __init__(self) -> None:
         self._place: Place = (0, 0, 0, "")
+        self._made: deque[Place] = deque(maxlen=_CALLS)
         self._told: list[object] = []
         self._asked: deque[str] = deque()
         self._look, self._soon = _LOOK, _SOON
@@ -137,6 +141,7 @@ class Attendance:
         """
         exchanges, batches, calls, _ = self._place
         self._place = (exchanges, batches, calls + 1, name)
+        self._made.append(self._place)
 
     # ---------------------------------------------------------------- asking
 
@@ -204,9 +209,9 @@ class Attendance:
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
         while undecided and not control.has(f"{key}/gone"):
             for rank in list(undecided):
-                place, number, where = self._answer(control, rank)
-                # Looked for last: who has come goes on with all that have.
-                if place == self._place or control.has(f"{key}/{rank}"):
+                place, number, where, made = self._answer(control, rank)
+                # Looked for last: who has come goes on with all that have. Who knew the place before has not asked.
+                if place == self._place or self._place in made or control.has(f"{key}/{rank}"):
                     undecided.remove(rank)
                 # The second: it is in a collective that the script calls in torch itself.
                 elif place[:3] >= self._place[:3] or (
@@ -217,14 +222,14 @@ class Attendance:
             time.sleep(self._soon)
         return gone
 
-    def _answer(self, control: Control, rank: int) -> tuple[Place, int, str]:
-        """What a rank has told last: its place, how many collectives of torch's it has entered, and where it was."""
+    def _answer(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place]]:
+        """What a rank has told last: its place, how many collectives of torch's it has entered, where it was, and its calls."""
         key = self._key(f"at/{rank}")
         if not control.has(key):
-            return (0, 0, 0, ""), 0, ""
-        place, number, site = json.loads(control.get(key, _READ))
-        ended = place[0] == _ENDED[0]
-        return tuple(place), number, "has come to the end of its script" if ended else f"has gone on to {site}"
+            return (0, 0, 0, ""), 0, "", []
+        place, number, site, made = json.loads(control.get(key, _READ))
+        where = "has come to the end of its script" if place[0] == _ENDED[0] else f"has gone on to {site}"
+        return tuple(place), number, where, [tuple(each) for each in made]
 
     # ---------------------------------------------------------------- answering
 
@@ -246,7 +251,7 @@ class Attendance:
         if told != self._told:
             self._told = told
             site = _users_line(sys._current_frames().get(threading.main_thread().ident or 0))
-            control.set(self._key(f"at/{control.rank}"), json.dumps([*told, site]).encode())
+            control.set(self._key(f"at/{control.rank}"), json.dumps([*told, site, [*self._made]]).encode())
 
     def _key(self, name: str) -> str:
         return f"calls/{self._name}/{name}"
