@@ -58,7 +58,7 @@ from headway.launch import watch
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.precision import float8
-from headway.precision.mixed import build_precision
+from headway.precision.mixed import build_precision, halve_embeddings
 from headway.runtime import events, process, pulse
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware, generator_names
@@ -338,6 +338,8 @@ class Accelerator(RankAware):
         if self.mixed_precision == "fp8":
             ranks = self.collectives if learns else None
             made.append(partial(float8.convert_model, options=self.options.float8 or Float8Options(), ranks=ranks))
+        if self.options.autocast.half_residual:
+            made.append(halve_embeddings)
         if plan is not None and learns:
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
         if dynamo.compiles:

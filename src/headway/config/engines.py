@@ -182,10 +182,17 @@ def _hook(value: DDPCommunicationHookType | str, name: str) -> DDPCommunicationH
 
 @dataclass(unsafe_hash=True)
 class AutocastKwargs(KwargsHandler):
-    """Options of torch.autocast."""
+    """Options of torch.autocast.
+
+    Attributes:
+        enabled, cache_enabled: torch's.
+        half_residual: the outputs of embeddings are cast to half precision, so that the sums between a model's blocks stay in it
+            and take half the memory; norms still compute in float32. For models that normalise before a block and not after it.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    half_residual: bool = False
 
 
 @known_keywords

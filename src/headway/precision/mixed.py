@@ -22,6 +22,22 @@ from headway.runtime.device import Hardware
 log = get_logger(__name__)
 
 
+def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
+    """Cast what embeddings put into the residual stream to autocast's type (`AutocastKwargs(half_residual=True)`)."""
+    found = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if not found:
+        log.warning_once("half_residual=True has no effect on %s, which has no embeddings", type(model).__name__)
+    for module in found:
+        module.register_forward_hook(_halve)
+    return model
+
+
+def _halve(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    kind = output.device.type
+    is_cast = torch.is_autocast_enabled(kind) and output.dtype == torch.float32
+    return output.to(torch.get_autocast_dtype(kind)) if is_cast else output
+
+
 class Bf16Precision(Precision):
     """Forward passes autocast to bfloat16; weights, gradients and optimizer state keep their dtype."""
 

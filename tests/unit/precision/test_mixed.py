@@ -287,3 +287,46 @@ def test_emulated_bfloat16_is_told(major: int, is_told: bool, caplog: pytest.Log
         assert build_precision("bf16", hardware, EngineOptions()).name == "bf16"  # type: ignore[arg-type]
     assert ("Tesla T4 only emulates bfloat16" in caplog.text) is is_told
     assert ("Use mixed_precision='fp16'" in caplog.text) is is_told
+
+
+class _PreNorm(torch.nn.Module):
+    """An embedding, two blocks that normalise first, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for norm, block in zip(self.norms, self.blocks):
+            self.seen.append(x.dtype)
+            x = x + block(norm(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("precision", "half", "dtype"),
+    [("bf16", True, torch.bfloat16), ("bf16", False, torch.float32), ("no", True, torch.float32)],
+)
+def test_the_residual_stream_stays_in_half_precision_if_asked_to(precision, half, dtype):
+    options = AutocastKwargs(half_residual=half)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[options])
+    torch.manual_seed(0)
+    model = accelerator.prepare(_PreNorm())
+    ids = torch.arange(12).view(3, 4)
+    found = model(ids).float()
+    assert model.seen == [dtype, dtype]
+    plain = _PreNorm()
+    plain.load_state_dict(model.state_dict())
+    assert (found - plain(ids)).abs().max() < 0.05
+    accelerator.backward(found.square().mean())
+    assert model.tokens.weight.grad.dtype == torch.float32
+
+
+def test_a_model_without_embeddings_has_no_residual_to_halve(caplog):
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(half_residual=True)])
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    assert "half_residual=True has no effect on Linear, which has no embeddings" in caplog.text
