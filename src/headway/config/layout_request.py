@@ -20,20 +20,20 @@ class TorchContextParallelConfig:
     """Options of context parallelism, in a ParallelismConfig or in `kwargs_handlers`.
 
     Attributes:
-        cp_style: "ring" (default): each rank has the queries of its part, and keys and values travel. "ulysses": each rank has some
-            of the heads, of whole sequences (Jacobs et al., 2023, arXiv 2309.14509); the number of heads must be a multiple of the
-            ranks'. "auto": the one that sends less.
         cp_comm_strategy: "allgather" (default) or "alltoall": how keys and values travel in torch's ring attention.
         labels: arguments of the model, of the shape (rows, tokens), from which it computes a loss over tokens itself.
         blocks: classes, class names or names of the modules through which sequences go; none: what is repeated in the model.
         ignore_index: the label that the loss ignores; None (default): what the model passes to torch's cross entropy, or -100.
+        cp_style: "ring" (default): each rank has the queries of its part, and keys and values travel. "ulysses": each rank has some
+            of the heads, of whole sequences (Jacobs et al., 2023, arXiv 2309.14509); the number of heads must be a multiple of the
+            ranks'. "auto": the one that sends less.
     """
 
     cp_comm_strategy: str | None = None
-    cp_style: str = "ring"
     labels: tuple[str, ...] = ("labels", "shift_labels", "targets", "target")
     blocks: tuple[Any, ...] = ()
     ignore_index: int | None = None
+    cp_style: str = "ring"
 
     def __post_init__(self) -> None:
         for name in ("labels", "blocks"):
