@@ -159,11 +159,17 @@ def _below_wrappers(plan: Mapping[str, Any], names: list[str], parameters: Itera
     return plan
 
 
-def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+def own(model: torch.nn.Module) -> Mapping[str, Any]:
+    """The plan that the model has itself; empty: none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+    if not (plan := own(model)):
         raise ConfigError(
-            f"{type(model).__name__} has no tensor-parallel plan of its own; give one by module names, as in "
+            f"{type(model).__name__} has no tensor-parallel plan of its own, and its structure gives none that splits half of its "
+            "matrices (linear layers that follow each other in attention and MLPs); give one by module names, as in "
             'TensorParallelOptions(plan={"blocks.*.attn.q": "colwise", "blocks.*.attn.out": "rowwise"})'
         )
     if packed := faults(plan):
@@ -219,7 +225,7 @@ def _add_sites(
 def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
     if style not in STYLES:
         raise ConfigError(unknown_style(name, style))
-    site = SplitModule(module, name, axis, styles.make(style))
+    site = SplitModule(module, name, axis, styles.make(style, module))
     if (reason := site.style.misfit(module, axis.size)) is not None:
         raise PrepareError(
             f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}; choose another "

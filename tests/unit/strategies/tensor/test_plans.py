@@ -99,8 +99,9 @@ def test_what_does_not_fit_is_an_error_that_names_it(name: str) -> None:
 def test_counts_may_be_kept_or_divided() -> None:
     read(Fixed(), {"q": "colwise"}, keep=("num_heads",))
     model, options = Fixed(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
-    calls.check(model, plans.read(model, AXIS, options), 2, options)
-    calls.divide(model, 2, options)
+    cuts = plans.read(model, AXIS, options)
+    calls.check(model, cuts, 2, options)
+    calls.divide(model, cuts, 2, options)
     assert model.num_heads == 2
 
 
