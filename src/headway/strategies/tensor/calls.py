@@ -149,7 +149,15 @@ class SequenceBlock:
             args, kwargs = with_first(args, kwargs, part)
         if module.training:
             self._rng_states.part()
-        return args, kwargs
+        named = next(iter(kwargs), "") if not args else ""
+        named = "hidden_states" if named and "hidden_states" in kwargs else named
+        args = (*args[:1], *(self._all_of_it(each) for each in args[1:]))
+        return args, {name: each if name == named else self._all_of_it(each) for name, each in kwargs.items()}
+
+    def _all_of_it(self, given: Any) -> Any:
+        """What an encoder gives to a decoder's blocks is whole, and of its gradient each rank's heads make a term."""
+        is_states = isinstance(given, torch.Tensor) and given.dim() == 3 and given.requires_grad
+        return crossings.spread(given, self._axis) if is_states else given
 
     def after_any(self, *_: Any) -> None:
         """However the forward has ended."""

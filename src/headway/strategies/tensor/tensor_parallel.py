@@ -192,18 +192,15 @@ class TensorParallel:
         for absent in [module for module in sites if any(p.is_meta for p in module.parameters())]:
             del sites[absent]  # of another stage of a pipeline
         gathered = {model.get_submodule(name) for name in stack.gathered}
-        blocks = {model.get_submodule(name): name for name in stack.blocks}
-        rng_states = None if stack.blocks else self._rng_states
+        blocks = {model.get_submodule(name): (name, names) for names in stack.stacks for name in names}
+        rng_states = None if blocks else self._rng_states
         adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
         within = {inner for outer in adapted for inner in outer.modules()}
         scopes = _scopes(model, cuts)
         for module in model.modules():
             if module in blocks:
-                name = blocks[module]
-                self._register(
-                    module,
-                    SequenceBlock(self.axis, self._rng_states, name == stack.blocks[0], name == stack.blocks[-1]),
-                )
+                name, names = blocks[module]
+                self._register(module, SequenceBlock(self.axis, self._rng_states, name == names[0], name == names[-1]))
             if module in gathered:
                 self._register(module, GatheredInput(self.axis))
             if module in sites:
