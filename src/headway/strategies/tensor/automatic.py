@@ -12,6 +12,7 @@ from itertools import combinations, product
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from headway.config.parallelism import TensorParallelOptions
 from headway.log import get_logger
@@ -115,7 +116,8 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         if isinstance(module, torch.nn.MultiheadAttention) or is_linear or is_adapted:
             closed.append(name)
         weight = layer._parameters.get("weight")
-        is_plain = type(weight) is torch.nn.Parameter and weight.is_floating_point() and id(weight) not in shared
+        is_plain = isinstance(weight, torch.Tensor) and weight.is_floating_point() and id(weight) not in shared
+        is_plain = is_plain and (type(weight) is torch.nn.Parameter or is_fake(weight))  # no quantized one
         if is_linear and is_plain and (not is_adapted or plans.misfit(module, styles.Colwise()) is None):
             yield name, module
 
