@@ -170,11 +170,11 @@ def _dtype(value: Any, name: str) -> str | None:
 
 STYLES = (
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
-    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise", "sequence_parallel",
+    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_qkv_colwise", "packed_rowwise", "sequence_parallel",
     "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
     "local_params", "replicate",
 )  # fmt: skip
-"""The styles that a plan may name: those of transformers 5.23."""
+"""The styles that a plan may name: those of transformers 5.23, and `packed_qkv_colwise` for three matrices in one."""
 
 
 @known_keywords

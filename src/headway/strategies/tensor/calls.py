@@ -16,7 +16,7 @@ from headway.common.optional import Later
 from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.rng import SplitRNG
-from headway.strategies.tensor import crossings, plans
+from headway.strategies.tensor import crossings, plans, styles
 from headway.strategies.tensor.crossings import SplitAxis
 from headway.strategies.tensor.plans import ModelSplit
 from headway.strategies.tensor.styles import SEQUENCE_DIM, Colwise, SplitModule, with_first
@@ -149,7 +149,15 @@ class SequenceBlock:
             args, kwargs = with_first(args, kwargs, part)
         if module.training:
             self._rng_states.part()
-        return args, kwargs
+        named = next(iter(kwargs), "") if not args else ""
+        named = "hidden_states" if named and "hidden_states" in kwargs else named
+        args = (*args[:1], *(self._all_of_it(each) for each in args[1:]))
+        return args, {name: each if name == named else self._all_of_it(each) for name, each in kwargs.items()}
+
+    def _all_of_it(self, given: Any) -> Any:
+        """What an encoder gives to a decoder's blocks is whole, and of its gradient each rank's heads make a term."""
+        is_states = isinstance(given, torch.Tensor) and given.dim() == 3 and given.requires_grad
+        return crossings.spread(given, self._axis) if is_states else given
 
     def after_any(self, *_: Any) -> None:
         """However the forward has ended."""
@@ -164,7 +172,8 @@ class SequenceBlock:
         return crossings.join(output, self._axis, SEQUENCE_DIM)
 
 
-_COUNTS = re.compile(r"(num|n)?_?(local_|attention_|key_value_|query_|kv_|q_|k_|v_)*n?heads?")
+COUNTS = re.compile(r"(num|n)?_?(local_|attention_|key_value_|query_|kv_|q_|k_|v_)*n?heads?")
+"""Names of attributes that count heads."""
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 
 
@@ -182,13 +191,16 @@ def check(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorPa
         name = site.name  # of the layer, if it has adapters
         parent_name = name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)
-        _check_whole(name, parent, int(site.module.out_features), size)  # type: ignore[arg-type]
+        _check_whole(name, parent, styles.num_outputs(site.module), size)
         if not type(parent).__module__.startswith("transformers."):
             _check_counts(parent_name, parent, size, options)
 
 
-def divide(model: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
-    """Make the counts that `divide` names those of a rank."""
+def divide(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
+    """Make the counts that `divide` names those of a rank, and a Conv1D's own of its outputs."""
+    for site in cuts.sites.values():
+        if isinstance(site.style, Colwise) and site.style.is_transposed:
+            site.module.nf = styles.num_outputs(site.module) // size  # type: ignore[assignment]
     for _name, module, key in _named(model, options.divide):
         setattr(module, key, int(getattr(module, key)) // size)
 
@@ -215,7 +227,7 @@ def _check_whole(name: str, parent: torch.nn.Module, outputs: int, size: int) ->
 def _check_counts(name: str, parent: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
     for key, value in vars(parent).items():
         path = f"{name}.{key}" if name else key
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1 and _COUNTS.fullmatch(key)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1 and COUNTS.fullmatch(key)
         if is_count and not any(plans.fits(pattern, path) for pattern in (*options.divide, *options.keep)):
             raise PrepareError(
                 f"{name or type(parent).__name__!r} has {key}={value}, but each rank has {value}/{size} of them once its matrices "

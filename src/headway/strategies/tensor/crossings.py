@@ -103,6 +103,12 @@ def cut(tensor: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     return tensor.narrow(dim, start, min(step, length - start))
 
 
+def cut_packed(tensor: torch.Tensor, axis: SplitAxis, dim: int, factor: int) -> torch.Tensor:
+    """This rank's chunk of each of so many matrices that lie packed along a dimension, joined; memory of its own."""
+    parts = [cut(part, axis, dim) for part in tensor.chunk(factor, dim)]
+    return torch.cat(parts, dim) if factor > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
 def all_gather(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """The ranks' parts, one after the other along the first dimension; autograd does not see it."""
     collectives = torch.ops._c10d_functional

@@ -159,11 +159,17 @@ def _below_wrappers(plan: Mapping[str, Any], names: list[str], parameters: Itera
     return plan
 
 
-def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+def own(model: torch.nn.Module) -> Mapping[str, Any]:
+    """The plan that the model has itself; empty: none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+    if not (plan := own(model)):
         raise ConfigError(
-            f"{type(model).__name__} has no tensor-parallel plan of its own; give one by module names, as in "
+            f"{type(model).__name__} has no tensor-parallel plan of its own, and its structure gives none that splits half of its "
+            "matrices (linear layers that follow each other in attention and MLPs); give one by module names, as in "
             'TensorParallelOptions(plan={"blocks.*.attn.q": "colwise", "blocks.*.attn.out": "rowwise"})'
         )
     if packed := faults(plan):
@@ -219,7 +225,7 @@ def _add_sites(
 def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
     if style not in STYLES:
         raise ConfigError(unknown_style(name, style))
-    site = SplitModule(module, name, axis, styles.make(style))
+    site = SplitModule(module, name, axis, styles.make(style, module))
     if (reason := site.style.misfit(module, axis.size)) is not None:
         raise PrepareError(
             f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}; choose another "
@@ -276,37 +282,50 @@ class SequenceRegion:
     """Where the sequence is cut.
 
     Attributes:
-        blocks: their names, in order.
+        stacks: the names of blocks, in order; an encoder and a decoder are two stacks.
         gathered: modules within them that get the whole sequence.
         partial: modules whose parameters see a part of it.
     """
 
-    blocks: list[str]
+    stacks: list[list[str]]
     gathered: list[str] = field(default_factory=list)
     partial: set[str] = field(default_factory=set)
 
 
 def arrange(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegion:
-    """Find the stack of blocks, and tell its sites what they are given.
+    """Find the stacks of blocks, and tell their sites what they are given.
 
     Raises:
-        PrepareError: there is not exactly one stack, or it holds something that cannot compute so.
+        PrepareError: there is no stack, or one holds something that cannot compute so.
     """
     if cuts.foreign:
         raise PrepareError(
             "sequence_parallel=True works with styles given by name; a plan of ParallelStyle objects says itself where "
             "sequences are split (torch's SequenceParallel and PrepareModuleInput): leave the option out"
         )
-    stack = SequenceRegion(_blocks(model, cuts))
-    for name in stack.blocks:
-        block = model.get_submodule(name)
-        stack.partial.add(name)
-        for child_name, child in block.named_children():
-            _arrange_child(f"{name}.{child_name}", child, cuts, stack)
-    return stack
+    region = SequenceRegion(_stacks(model, cuts))
+    for name in (name for stack in region.stacks for name in stack):
+        _arrange_within(name, model.get_submodule(name), cuts, region)
+        rows = [
+            path for path, site in cuts.sites.items() if path.startswith(f"{name}.") and isinstance(site.style, Rowwise)
+        ]
+        inside = [path for path in region.gathered if path.startswith(f"{name}.")]
+        alone = [path for path in inside if not any(row.startswith(f"{path}.") for row in rows)]
+        if alone and all(any(row.startswith(f"{path}.") for path in inside) for row in rows):
+            raise PrepareError(
+                f"sequence_parallel=True: {alone[0]!r} has colwise matrices, but no rowwise matrix after them"
+            )
+    return region
 
 
-def _blocks(model: torch.nn.Module, cuts: ModelSplit) -> list[str]:
+def _arrange_within(name: str, module: torch.nn.Module, cuts: ModelSplit, region: SequenceRegion) -> None:
+    """A module that is given a part of the sequence, and what it holds."""
+    region.partial.add(name)
+    for child_name, child in module.named_children():
+        _arrange_child(f"{name}.{child_name}", child, cuts, region)
+
+
+def _stacks(model: torch.nn.Module, cuts: ModelSplit) -> list[list[str]]:
     rows = [name for name, site in cuts.sites.items() if isinstance(site.style, Rowwise)]
     found: list[list[str]] = []
     for name, module in model.named_modules():
@@ -316,19 +335,21 @@ def _blocks(model: torch.nn.Module, cuts: ModelSplit) -> list[str]:
         is_within = any(block.startswith(f"{outer}.") for outers in found for outer in outers for block in blocks)
         if not is_within and all(any(row.startswith(f"{block}.") for row in rows) for block in blocks):
             found.append(blocks)
-    if len(found) != 1:
+    if not found:
         raise PrepareError(
-            f"sequence_parallel=True needs one ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
-            f"has {len(found)} under this plan; leave the option out, or give torch's ParallelStyle objects"
+            f"sequence_parallel=True needs a ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
+            "has none under this plan; leave the option out, or give torch's ParallelStyle objects"
         )
-    return found[0]
+    return found
 
 
-def _arrange_child(name: str, child: torch.nn.Module, cuts: ModelSplit, stack: SequenceRegion) -> None:
+def _arrange_child(name: str, child: torch.nn.Module, cuts: ModelSplit, region: SequenceRegion) -> None:
     inside = {path: site for path, site in cuts.sites.items() if path == name or path.startswith(f"{name}.")}
-    named = [path for path in cuts.parameters if path.startswith(f"{name}.")]
-    if named or any(not _is_known(site) for site in inside.values()):
-        odd = named or [path for path, site in inside.items() if not _is_known(site)]
+    odd = [path for path, site in inside.items() if not _is_known(site)]
+    for path in (path for path in cuts.parameters if path.startswith(f"{name}.")):
+        owner = child.get_submodule(path.rpartition(".")[0].removeprefix(name).removeprefix("."))
+        odd += [] if isinstance(owner, torch.nn.Embedding) else [path]  # a table of heads, within an attention
+    if odd:
         raise PrepareError(
             f"sequence_parallel=True supports the styles colwise, packed_colwise, rowwise and replicated_with_grad_allreduce within "
             f"blocks, but the plan gives {odd[0]!r} another; leave the option out"
@@ -338,18 +359,26 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: ModelSplit, stack: S
         cutting[name].crossing = BoundaryLayout.SEQUENCE
         return
     if not cutting:
-        stack.partial.update(f"{name}.{path}" if path else name for path, _ in child.named_modules())
+        region.partial.update(f"{name}.{path}" if path else name for path, _ in child.named_modules())
         return
-    for path, module in child.named_modules():
-        full = f"{name}.{path}" if path else name
-        if full not in inside and any(True for _ in module.parameters(recurse=False)):
-            raise PrepareError(
-                f"sequence_parallel=True: {full!r} ({type(module).__name__}) stays whole among split matrices of {name!r}, where its "
-                "gradient would be counted once for each rank; split it, or leave the option out"
-            )
-    if not any(isinstance(site.style, Rowwise) for site in cutting.values()):
-        raise PrepareError(f"sequence_parallel=True: {name!r} has colwise matrices, but no rowwise matrix after them")
-    stack.gathered.append(name)
+    whole = [
+        (full, type(module).__name__)
+        for path, module in child.named_modules()
+        for full in [f"{name}.{path}" if path else name]
+        if full not in inside
+        and any(f"{full}.{key}" not in cuts.parameters for key, _ in module.named_parameters(recurse=False))
+    ]
+    columns = [path for path, site in cutting.items() if isinstance(site.style, Colwise)]
+    calls_them = any(path.rpartition(".")[0] == name for path in columns)
+    if not calls_them and (whole or not columns or isinstance(child, torch.nn.ModuleList)):
+        _arrange_within(name, child, cuts, region)
+        return
+    if whole:
+        raise PrepareError(
+            f"sequence_parallel=True: {whole[0][0]!r} ({whole[0][1]}) stays whole among split matrices of {name!r}, where its "
+            "gradient would be counted once for each rank; split it, or leave the option out"
+        )
+    region.gathered.append(name)
     for site in cutting.values():
         site.crossing = BoundaryLayout.SEQUENCE if isinstance(site.style, Rowwise) else BoundaryLayout.GATHERED
 

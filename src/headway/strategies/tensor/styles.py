@@ -63,11 +63,13 @@ class SplitStyle:
         is_partial: the gradients of whole parameters are terms, which have to be summed.
         opens: its output is cut, so that what is drawn on it must differ from rank to rank.
         closes: its output is whole again.
+        is_transposed: the module's weight is (inputs, outputs).
     """
 
     is_partial = False
     opens = False
     closes = False
+    is_transposed = False
 
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Why this module cannot be cut so; None: it can."""
@@ -84,8 +86,23 @@ class SplitStyle:
         """The arguments of the module's forward."""
         return args, kwargs
 
+    def lend_bias(self, site: SplitModule) -> None:
+        """Put into the bias's place what a call needs there."""
+        if (bias := site.module._parameters.get("bias")) is not None:
+            site.held["bias"] = bias
+            local = (
+                bias.to_local() if isinstance(bias, DTensor) else bias
+            )  # which dynamo can tell; attributes it cannot
+            site.module._parameters["bias"] = self.bias_within(local, site.axis)  # type: ignore[assignment]
+
+    def bias_within(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
+        """What a call needs of a bias that is not cut."""
+        return bias
+
     def restore(self, site: SplitModule) -> None:
         """Give the module back what `enter` took from it; called however the forward ends, and before `leave`."""
+        if (bias := site.held.pop("bias", None)) is not None:
+            site.module._parameters["bias"] = bias
 
     def leave(self, site: SplitModule, output: Any) -> Any:
         """The output of the module."""
@@ -115,11 +132,14 @@ class Colwise(SplitStyle):
 
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """A linear layer is needed."""
+        if self.is_gathered and is_transposed(module):
+            return "it is a Conv1D, whose outputs cannot be gathered"
         return _linear_misfit(module, "out_features")
 
     def dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """The outputs'."""
-        return parameter.dim() - 1 if parameter.dim() == 1 or key.endswith("bias") else parameter.dim() - 2
+        is_last = self.is_transposed or parameter.dim() == 1 or key.endswith("bias")
+        return parameter.dim() - (1 if is_last else 2)
 
     def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its gradient comes in terms."""
@@ -131,20 +151,39 @@ class Colwise(SplitStyle):
 
     def leave(self, site: SplitModule, output: Any) -> Any:
         """Cut, or gathered."""
-        size = int(site.module.out_features) if self.is_gathered else 0  # type: ignore[arg-type]
-        return crossings.join(output, site.axis, -1, size) if self.is_gathered else output
+        return crossings.join(output, site.axis, -1, num_outputs(site.module)) if self.is_gathered else output
 
 
 class PackedColwise(Colwise):
-    """Several matrices in one, such as gate and up: each rank computes some of the outputs of each."""
+    """Several matrices in one, such as gate and up: each rank computes some of the outputs of each.
 
-    factor = 2
+    Args:
+        factor: how many.
+    """
+
+    def __init__(self, factor: int = 2) -> None:
+        super().__init__()
+        self.factor = factor
 
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """A linear layer whose outputs divide."""
-        found = super().misfit(module, size)
-        outputs = getattr(module, "out_features", 0)
-        return found or (f"its {outputs} outputs cannot be divided by 2 x {size}" if outputs % (2 * size) else None)
+        if (found := super().misfit(module, size)) is not None or num_outputs(module) % (self.factor * size) == 0:
+            return found
+        return f"its {num_outputs(module)} outputs cannot be divided by {self.factor} x {size}"
+
+    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+        """The outputs'; a transposed layer's bias stays whole, for it may be sharded along its one dimension."""
+        return None if self.is_transposed and key == "bias" else super().dim(key, parameter)
+
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """As any, with its part of a bias that is whole."""
+        if self.is_transposed:
+            self.lend_bias(site)
+        return super().enter(site, args, kwargs)
+
+    def bias_within(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
+        """Its part of each matrix's."""
+        return crossings.part_of(bias.view(self.factor, -1), axis, 1).flatten()
 
 
 class Rowwise(SplitStyle):
@@ -165,21 +204,18 @@ class Rowwise(SplitStyle):
 
     def dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """The inputs'."""
-        return None if key.endswith("bias") else parameter.dim() - 1
+        return None if key.endswith("bias") else parameter.dim() - (2 if self.is_transposed else 1)
 
     def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its part."""
-        if site.module._parameters.get("bias") is not None:
-            site.held["bias"] = site.module._parameters["bias"]
-            site.module._parameters["bias"] = None  # added once, to the sum
+        self.lend_bias(site)
         if self.is_split:
             return with_first(args, kwargs, lambda x: crossings.part_of(x, site.axis, -1))
         return args, kwargs
 
-    def restore(self, site: SplitModule) -> None:
-        """Its bias."""
-        if (bias := site.held.pop("bias", None)) is not None:
-            site.module._parameters["bias"] = bias
+    def bias_within(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
+        """Nothing: it is added once, to the sum. A transposed layer always adds one."""
+        return torch.zeros_like(bias, requires_grad=False) if self.is_transposed else None
 
     def leave(self, site: SplitModule, output: Any) -> Any:
         """The sum, and the bias once."""
@@ -307,8 +343,23 @@ class LatentKeys(SplitStyle):
         return torch.cat([latent, crossings.spread(keys, site.axis)], dim=-1)
 
 
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Is it transformers' Conv1D, the linear layer of GPT-2, whose weight is (inputs, outputs)?"""
+    return isinstance(getattr(module, "nf", None), int) and isinstance(getattr(module, "nx", None), int)
+
+
+def num_outputs(module: torch.nn.Module) -> int:
+    """How many outputs a linear layer has."""
+    return int(module.nf if is_transposed(module) else module.out_features)  # type: ignore[arg-type]
+
+
+def num_inputs(module: torch.nn.Module) -> int:
+    """How many inputs a linear layer has."""
+    return int(module.nx if is_transposed(module) else module.in_features)  # type: ignore[arg-type]
+
+
 def _linear_misfit(module: torch.nn.Module, size: str) -> str | None:
-    if not isinstance(getattr(module, size, None), int):
+    if not is_transposed(module) and not isinstance(getattr(module, size, None), int):
         return f"it is not a linear layer ({size} is missing)"
     if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
         return "its weight is not a parameter (it is computed, or quantized)"
@@ -324,8 +375,8 @@ def _embedding_misfit(module: torch.nn.Module) -> str | None:
     return None
 
 
-def make(name: str) -> SplitStyle:
-    """The style of this name; `config.tensor.STYLES` has the names."""
+def make(name: str, module: torch.nn.Module | None = None) -> SplitStyle:
+    """The style of this name, for a module; `config.parallelism.STYLES` has the names."""
     known: dict[str, Callable[[], SplitStyle]] = {
         "colwise": Colwise,
         "colwise_gather_output": lambda: Colwise(is_gathered=True),
@@ -336,6 +387,7 @@ def make(name: str) -> SplitStyle:
         "embedding_rowwise": EmbeddingRowwise,
         "embedding_colwise": EmbeddingColwise,
         "packed_colwise": PackedColwise,
+        "packed_qkv_colwise": lambda: PackedColwise(factor=3),
         "packed_rowwise": PackedRowwise,
         "sequence_parallel": PartialGradients,
         "replicated_with_grad_allreduce": PartialGradients,
@@ -346,4 +398,6 @@ def make(name: str) -> SplitStyle:
         "local_params": SplitStyle,
         "replicate": SplitStyle,
     }
-    return known[name]()
+    made = known[name]()
+    made.is_transposed = module is not None and is_transposed(module)
+    return made

@@ -23,9 +23,9 @@ from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.parts import holders_of
 from headway.strategies.rng import SplitRNG
-from headway.strategies.tensor import calls, plans, styles
+from headway.strategies.tensor import automatic, calls, plans, styles
 from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
-from headway.strategies.tensor.crossings import SplitAxis, cut
+from headway.strategies.tensor.crossings import SplitAxis, cut_packed
 from headway.strategies.tensor.plans import AdaptedCall, ModelSplit, SequenceRegion
 from headway.strategies.tensor.styles import SplitModule
 from headway.weights.pieces import is_dtensor
@@ -124,6 +124,7 @@ class TensorParallel:
         self.axis = SplitAxis.of(mesh)
         self._rng_states, self._ends = SplitRNG(self.axis), ExitStack()
         self._model, self._is_checked, self._lent = model, False, list[LocalParameters]()
+        options = automatic.complete(model, options, self.axis.size, is_sharded)
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         calls.check(model, cuts, self.axis.size, options)
@@ -133,7 +134,7 @@ class TensorParallel:
         if is_sharded:
             _refuse_packed_rows(model, where)
         # From here on the model changes; nothing is refused any more.
-        calls.divide(model, self.axis.size, options)
+        calls.divide(model, cuts, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
         _place(model, where, self.axis)
         self._hook(model, cuts, stack, foreign, head)
@@ -191,18 +192,15 @@ class TensorParallel:
         for absent in [module for module in sites if any(p.is_meta for p in module.parameters())]:
             del sites[absent]  # of another stage of a pipeline
         gathered = {model.get_submodule(name) for name in stack.gathered}
-        blocks = {model.get_submodule(name): name for name in stack.blocks}
-        rng_states = None if stack.blocks else self._rng_states
+        blocks = {model.get_submodule(name): (name, names) for names in stack.stacks for name in names}
+        rng_states = None if blocks else self._rng_states
         adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
         within = {inner for outer in adapted for inner in outer.modules()}
         scopes = _scopes(model, cuts)
         for module in model.modules():
             if module in blocks:
-                name = blocks[module]
-                self._register(
-                    module,
-                    SequenceBlock(self.axis, self._rng_states, name == stack.blocks[0], name == stack.blocks[-1]),
-                )
+                name, names = blocks[module]
+                self._register(module, SequenceBlock(self.axis, self._rng_states, name == names[0], name == names[-1]))
             if module in gathered:
                 self._register(module, GatheredInput(self.axis))
             if module in sites:
@@ -229,7 +227,7 @@ class TensorParallel:
             module.register_forward_hook(call.after, always_call=isinstance(call, LocalParameters))
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
-        shape = torch.Size((*output.shape[:-1], int(module.out_features)))  # type: ignore[arg-type]
+        shape = torch.Size((*output.shape[:-1], styles.num_outputs(module)))
         return tensor.DTensor.from_local(
             output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], run_check=False, shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
@@ -375,8 +373,7 @@ def place_parameter(
     local, placement = parameter.detach(), tensor.Replicate()
     if where is not None:
         dim, factor = where
-        parts = [cut(part, axis, dim) for part in local.chunk(factor, dim)]
-        local = torch.cat(parts, dim) if factor > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        local = cut_packed(local, axis, dim, factor)
         placement = placements._StridedShard(dim, split_factor=factor) if factor > 1 else tensor.Shard(dim)
     shape = parameter.shape
     stride = parameter.stride() if where is None else torch.empty(shape, device="meta").stride()

@@ -63,7 +63,7 @@ WRONG = {
     "no style": (GPT, {"head": 3}, {}, ConfigError, "gives 'head' a int"),
     "packed": (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "packed_colwise"}, {}, PrepareError, "6 outputs cannot be divided"),
     "ties in two ways": (GPT, {"head": "colwise", "tokens": "embedding_colwise"}, {}, ConfigError, "in two ways"),
-    "no plan": (GPT, None, {}, ConfigError, "no tensor-parallel plan of its own"),
+    "no plan": (GPT, None, {}, ConfigError, "no tensor-parallel plan of its own, and its structure gives none"),
     "heads": (lambda: GPT(width=12, num_heads=3), GPT_PLAN, {}, PrepareError, "3 heads, which cannot be divided among 2"),
     "counted heads": (Fixed, {"q": "colwise"}, {}, PrepareError, "divide=.'num_heads',"),
     "counts that do not divide": (
@@ -75,7 +75,7 @@ WRONG = {
     ),
     "a sequence without blocks": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"0": "colwise", "1": "rowwise"}, {"sequence_parallel": True},
-        PrepareError, "one ModuleList of blocks",
+        PrepareError, "a ModuleList of blocks",
     ),
     "a whole matrix among cut ones": (
         GPT, {"blocks.*.attention.q": "colwise", "blocks.*.attention.out": "rowwise"}, {"sequence_parallel": True},
@@ -99,8 +99,9 @@ def test_what_does_not_fit_is_an_error_that_names_it(name: str) -> None:
 def test_counts_may_be_kept_or_divided() -> None:
     read(Fixed(), {"q": "colwise"}, keep=("num_heads",))
     model, options = Fixed(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
-    calls.check(model, plans.read(model, AXIS, options), 2, options)
-    calls.divide(model, 2, options)
+    cuts = plans.read(model, AXIS, options)
+    calls.check(model, cuts, 2, options)
+    calls.divide(model, cuts, 2, options)
     assert model.num_heads == 2
 
 
@@ -146,4 +147,4 @@ def test_no_style_of_transformers_is_missing() -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     of_experts = {"grouped_gemm", "ep_dispatch_experts"}
-    assert set(ALL_PARALLEL_STYLES) - of_experts == set(STYLES)
+    assert set(ALL_PARALLEL_STYLES) - of_experts == set(STYLES) - {"packed_qkv_colwise"}
