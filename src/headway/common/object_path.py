@@ -188,19 +188,23 @@ class PartsWriter(io.RawIOBase):
         return self._at
 
     def write(self, data: Any) -> int:
-        """Take some bytes; returns how many.
+        """Take all of some bytes; returns how many.
 
         Raises:
             ObjectStoreError: an earlier part could not be sent.
         """
-        if self._filled == PART:
-            self._send()
-            self._buffer, self._filled = self._next_buffer(), 0
-        view = memoryview(data).cast("B")[: PART - self._filled]
-        self._buffer[self._filled : self._filled + len(view)] = view
-        self._filled += len(view)
-        self._at += len(view)
-        return len(view)
+        view = memoryview(data).cast("B")
+        count = len(view)
+        while view:
+            if self._filled == PART:
+                self._send()
+                self._buffer, self._filled = self._next_buffer(), 0
+            taken = view[: PART - self._filled]
+            self._buffer[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            self._at += len(taken)
+            view = view[len(taken) :]
+        return count
 
     def _send(self) -> None:
         for each in [each for each in self._running if each.done()]:
