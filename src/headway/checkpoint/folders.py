@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -60,6 +61,16 @@ def check_target(final: Path) -> None:
             )
     elif final.exists() or final.is_symlink():
         raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")
+
+
+def abandon(staging: Path) -> None:
+    """Remove what a save that failed has written; no rank that still writes finds the folder again."""
+    if isinstance(staging, ObjectPath):
+        objects.abandon(staging)
+        return
+    aside = staging.with_name(f"{staging.name[:-16]}{secrets.token_hex(8)}")
+    os.rename(staging, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def commit(staging: Path, final: Path, manifest: Manifest) -> None:

@@ -52,7 +52,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def below(self) -> list[tuple[str, ObjectInfo]]:
         """(name relative to this one, object) of all objects below it, in order of their keys."""
-        start = len(self.key) + 1
+        start = len(self.key) + bool(self.key)
         return [(each.key[start:], each) for each in sorted(self.client.list(self.key), key=lambda each: each.key)]
 
     # ---------------------------------------------------------------- as of a path

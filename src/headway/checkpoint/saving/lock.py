@@ -201,7 +201,7 @@ class ObjectLock:
         self._path: ObjectPath = folder.with_name(f"{folder.name}.lock")
         self._owner = asdict(LockOwner.here(run, start))
         self._pid, self._over, self._requests = os.getpid(), threading.Event(), threading.Lock()
-        self._count, self._etag = 0, ""
+        self._token, self._count, self._etag = secrets.token_hex(8), 0, ""
         self._is_lost = False
         self._take()
 
@@ -233,11 +233,18 @@ class ObjectLock:
             return not self._is_lost
 
     def _write(self, replaces: str | None) -> bool:
-        self._count += 1
-        text = json.dumps({**self._owner, "beat": f"{self._count}-{secrets.token_hex(4)}"}).encode()
-        etag = self._path.client.put(self._path.key, text, replaces)
-        self._etag = etag or self._etag
-        return etag is not None
+        client, key = self._path.client, self._path.key
+        while True:
+            self._count += 1
+            text = json.dumps({**self._owner, "beat": f"{self._token} {self._count}"}).encode()
+            etag = client.put(key, text, replaces)
+            if etag is not None:
+                self._etag = etag
+                return True
+            found = client.get(key)
+            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaces:
+                return False
+            replaces = found[1]  # an earlier write of its own, whose answer was lost for good
 
     def _take(self) -> None:
         client, key, judged = self._path.client, self._path.key, None

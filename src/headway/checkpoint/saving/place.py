@@ -69,7 +69,10 @@ class CheckpointFolder:
                 raise ConfigError(
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return to_path(output_dir).expanduser().absolute()
+            place = to_path(output_dir).expanduser().absolute()
+            if isinstance(place, ObjectPath) and not place.key:
+                raise ConfigError(f"{place} is a whole bucket; give a name in it, as in {place}/checkpoint")
+            return place
         others = self._later_ones()
         if others:
             raise CheckpointError(_used(others[0]))

@@ -9,9 +9,6 @@ collective while the loop trains, and leaves nothing that a later save does not 
 """
 
 import json
-import os
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -353,13 +350,8 @@ def _prove(manifest: Manifest) -> None:
 def abandon(job: SaveJob) -> None:
     """Remove the staging folder of a save that failed."""
     if job.share.leads:
-        aside = folders.staging_folder(job.final, secrets.token_hex(8))
         with suppress(OSError, ValueError, CheckpointError):  # the second one: of a name that no folder can have
-            if isinstance(job.staging, ObjectPath):
-                folders.remove(job.staging)
-                return
-            os.rename(job.staging, aside)  # no rank that still writes finds it again
-            shutil.rmtree(aside, ignore_errors=True)
+            folders.abandon(job.staging)
 
 
 class BackgroundSave:

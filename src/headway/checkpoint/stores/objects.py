@@ -11,16 +11,17 @@ takes the manifest first. What a killed save leaves is a `data-...` that no mani
 place removes it, by that pattern and nothing else.
 """
 
+import contextlib
 import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from headway.checkpoint.format.manifest import MANIFEST, Manifest
 from headway.common.object_path import PART, ObjectPath
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -94,14 +95,38 @@ def commit(staging: ObjectPath, final: ObjectPath, manifest: Manifest, fence: Ca
         raise CheckpointError(
             f"{final} was committed by another run at the same moment; give each run a place of its own"
         )
-    try:
-        fence()
-    except CheckpointError:
-        if absent(final, placed) is not None:
-            path.unlink()
-            raise
+    _look_back(final, placed, fence)
     if former is not None:
         _tidy(final, staging.name)
+
+
+def _look_back(final: ObjectPath, placed: Manifest, fence: Callable[[], None]) -> None:
+    """Take a commit back whose parts somebody has removed who took the place meanwhile.
+
+    Raises:
+        CheckpointError: it was so. A store that does not answer now says nothing: it is committed.
+    """
+    try:
+        fence()
+    except ObjectStoreError:
+        return
+    except CheckpointError:
+        with contextlib.suppress(ObjectStoreError):
+            if absent(final, placed) is None:
+                return
+            (final / MANIFEST).unlink()
+        raise
+
+
+def abandon(staging: ObjectPath) -> None:
+    """Remove the files of a save that failed, where no manifest names them: its commit may have come through unheard.
+
+    Raises:
+        ObjectStoreError: the store does not answer; the next save removes what is left over.
+    """
+    known = _named_by(staging.parent)
+    if known is not None and staging.name not in known:
+        staging.client.delete([each.key for _, each in staging.below()])
 
 
 def _tidy(final: ObjectPath, kept: str) -> None:
@@ -118,10 +143,9 @@ def _is_data(name: str) -> bool:
 
 
 def remove(folder: ObjectPath) -> None:
-    """Remove a checkpoint (its manifest first) or the files of one save, and nothing else below that name."""
+    """Remove a checkpoint, its manifest first, and nothing else below that name."""
     (folder / MANIFEST).unlink()
-    is_data = _is_data(folder.name)
-    folder.client.delete([each.key for name, each in folder.below() if is_data or _is_data(name)])
+    folder.client.delete([each.key for name, each in folder.below() if _is_data(name)])
 
 
 def sweep(parent: ObjectPath, name: str | None = None) -> list[Path]:
@@ -141,7 +165,9 @@ def sweep(parent: ObjectPath, name: str | None = None) -> list[Path]:
             found[owner].add(rest.split("/")[0])
     left = []
     for owner, folders in found.items():
-        known = _named_by(parent / owner) if owner in committed else set()
+        if owner in committed and len(folders) == 1:
+            continue  # which the manifest names
+        known = _named_by(parent / owner)
         if known is not None:
             left += [parent / owner / each for each in sorted(folders - known)]
     for path in left:
@@ -150,10 +176,16 @@ def sweep(parent: ObjectPath, name: str | None = None) -> list[Path]:
 
 
 def _named_by(folder: ObjectPath) -> set[str] | None:
-    """The saves whose files a manifest names; None where it cannot be read, and nobody knows."""
+    """The saves whose files a checkpoint's manifest names, if it has one; None: it is damaged, and nobody knows.
+
+    Raises:
+        ObjectStoreError: the store does not answer.
+    """
+    path = folder / MANIFEST
+    found = path.client.get(path.key)
     try:
-        files = Manifest.decode((folder / MANIFEST).read_bytes()).files
-    except (CheckpointError, FileNotFoundError):
+        files = Manifest.decode(found[0]).files if found is not None else {}
+    except CheckpointError:
         return None
     return {name.split("/")[0] for name in files}
 
@@ -162,8 +194,3 @@ def identity(path: ObjectPath) -> tuple[int, int]:
     """Which object it is, as two numbers."""
     found = path.client.get(path.key)
     return (0, 0) if found is None else (len(found[0]), hash(found[1]))
-
-
-def names(paths: Iterable[Path]) -> str:
-    """The names in a line."""
-    return ", ".join(path.name for path in paths)
