@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -94,8 +95,13 @@ def left_over(port: int, root: str) -> list[str]:
 
 @dataclass
 class Told:
-    """What came of the cases."""
+    """What came of the cases.
 
+    Attributes:
+        until: when no more are begun, by the monotonic clock.
+    """
+
+    until: float
     came: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -164,7 +170,7 @@ def kills(port: int, count: int, seed: int, told: Told) -> None:
     draw = random.Random(seed)
     with Proxy(port) as first, Proxy(port) as second:
         case = 0
-        while sum(told.came.values()) < count:
+        while sum(told.came.values()) < count and time.monotonic() < told.until:
             case += 1
             world, kind = draw.choice((1, 2)), draw.choice(KILLS)
             number, is_blocking, is_same = draw.randint(1, MOST_REQUESTS), draw.random() < 0.5, draw.random() < 0.5
@@ -211,7 +217,7 @@ def errors(port: int, count: int, seed: int, told: Told) -> None:
         scope.clear()
         root, value, injected = f"s3://{server.BUCKET}/errors", 1, 0
         assert save(root, value, True) == "saved"
-        while sum(told.came.values()) < count:
+        while sum(told.came.values()) < count and time.monotonic() < told.until:
             kind, number = draw.choice(FAULTS), draw.randint(1, MOST_REQUESTS)
             several = draw.choice((1, 1, 1, 1, 1, 2, 2, 3, 3, 1000))  # the last: until it is given up
             if kind == "lost listing":
@@ -289,8 +295,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("kills", "errors"))
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more cases after that time")
     asked = parser.parse_args(arguments)
-    began, told = time.monotonic(), Told()
+    began = time.monotonic()
+    told = Told(began + asked.seconds)
     make_small()
     with server.running() as port:
         os.environ.update(server.environment(port))

@@ -94,7 +94,7 @@ class ObjectClient:
         def act() -> Any:
             found = self._library.get_range(self._store, key, start=start, end=end)
             if len(found) != end - start:
-                raise OSError(f"{len(found)} bytes came instead of {end - start}")
+                raise ConnectionError(f"{len(found)} bytes came instead of {end - start}")
             return found
 
         return self._tried(act, f"read {key}")

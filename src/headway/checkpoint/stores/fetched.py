@@ -4,7 +4,6 @@ The files have the lengths of the stored ones, and take up disk space (in TMPDIR
 the object; what has been mapped of them until then stays.
 """
 
-import os
 import shutil
 import tempfile
 import weakref
@@ -142,9 +141,9 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
             )
     if local is not None:
         try:
-            with open(local, "r+b") as file:
-                if os.pwrite(file.fileno(), view, start) != len(view):
-                    raise OSError("the disk is full")
+            with open(local, "r+b") as file:  # buffered, and so written to the last byte, or an error
+                file.seek(start)
+                file.write(view)
         except OSError as error:
             raise CheckpointError(
                 f"{local} cannot be written: {error}. What a rank loads is kept there meanwhile; let TMPDIR name a larger disk"
