@@ -20,6 +20,7 @@
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
+    |   `-- ObjectStoreError                     an object store refused a request, or did not answer for long
     |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is not a run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
@@ -115,6 +116,10 @@ class CollectiveError(HeadwayError, RuntimeError):
 
 class CheckpointError(HeadwayError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+
+
+class ObjectStoreError(CheckpointError):
+    """An object store refused a request, or did not answer for long."""
 
 
 class TrackingError(HeadwayError, ValueError):

@@ -1,22 +1,27 @@
 """Checkpoints as folders: staged, committed by one rename, found again, and the old ones removed.
 
 At every moment a reader finds each checkpoint whole or not at all. What a killed process leaves behind begins with a
-dot, and is swept by the next save.
+dot, and is swept by the next save. Places in object stores are passed on to `stores.objects`, which keeps the same promises.
 """
 
 import contextlib
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from headway.checkpoint.format.foreign import checkpoints_in
 from headway.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from headway.checkpoint.saving.lock import Locks
+from headway.checkpoint.stores import objects
+from headway.common import scope
 from headway.common.atomic import replacing
-from headway.errors import CheckpointError
+from headway.common.object_path import ObjectPath
+from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -28,7 +33,17 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def staging_folder(final: Path, nonce: str) -> Path:
     """The folder beside `final` in which a save with this nonce (16 hexadecimal digits) is prepared."""
+    if isinstance(final, ObjectPath):
+        return objects.data_folder(final, nonce)
     return final.parent / f"{_STAGED}{final.name}-{nonce}"
+
+
+def fill(hook: Callable[[Path], None], staging: Path) -> None:
+    """Let a hook put its files into the folder in which a save is prepared."""
+    if isinstance(staging, ObjectPath):
+        objects.fill(hook, staging)
+    else:
+        hook(staging)
 
 
 def check_target(final: Path) -> None:
@@ -37,13 +52,25 @@ def check_target(final: Path) -> None:
     Raises:
         CheckpointError: `final` is a file, or a folder that holds something else.
     """
-    if final.is_dir():
+    if isinstance(final, ObjectPath):
+        objects.check_target(final)
+    elif final.is_dir():
         if not (final / MANIFEST).exists() and any(final.iterdir()):
             raise CheckpointError(
                 f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
             )
     elif final.exists() or final.is_symlink():
         raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")
+
+
+def abandon(staging: Path) -> None:
+    """Remove what a save that failed has written; no rank that still writes finds the folder again."""
+    if isinstance(staging, ObjectPath):
+        objects.abandon(staging)
+        return
+    aside = staging.with_name(f"{staging.name[:-16]}{secrets.token_hex(8)}")
+    os.rename(staging, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def commit(staging: Path, final: Path, manifest: Manifest) -> None:
@@ -56,6 +83,9 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> None:
         OSError: the disk is full, or the folder not writable; the former checkpoint is as it was.
         CheckpointError: what is to be written is not what a load would take.
     """
+    if isinstance(staging, ObjectPath) and isinstance(final, ObjectPath):
+        objects.commit(staging, final, manifest, lambda: scope.own(Locks).prove(final))
+        return
     data = manifest.encode()
     Manifest.decode(data)  # what could not be read back must not take the place of what can
     with open(staging / MANIFEST, "wb") as file:
@@ -107,6 +137,9 @@ def sync_folder(folder: Path) -> None:
 
 def point_latest(folder: Path) -> None:
     """Let the file `latest` beside the checkpoint name it; for people and scripts, `newest` does not trust it."""
+    if isinstance(folder, ObjectPath):
+        (folder.parent / LATEST).write_text(folder.name + "\n")
+        return
     with replacing(folder.parent / LATEST) as staged, open(staged, "w") as file:
         file.write(folder.name + "\n")
         file.flush()
@@ -139,7 +172,7 @@ def locate(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if os.path.isfile(path / MANIFEST):
+    if isinstance(path, ObjectPath) or os.path.isfile(path / MANIFEST):
         return path
     aside = path.parent / f"{_REPLACED}{path.name}"
     if os.path.isfile(aside / MANIFEST):  # killed between two renames, where the system cannot exchange names
@@ -177,12 +210,15 @@ def _discard(folder: Path) -> None:
     """Remove what is no longer needed; where that fails, say so: what was saved is saved, and the next save tries again."""
     try:
         remove(folder)
-    except OSError as error:
+    except (OSError, ObjectStoreError) as error:
         log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint: first its name, in one step, then its files."""
+    if isinstance(folder, ObjectPath):
+        objects.remove(folder)
+        return
     doomed = folder
     if not folder.name.startswith("."):
         doomed = folder.parent / f"{_REMOVED}{folder.name}"
@@ -211,6 +247,8 @@ def sweep(parent: Path, name: str | None = None) -> list[Path]:
 
     Not to be called while a save of that name is under way.
     """
+    if isinstance(parent, ObjectPath):
+        return objects.sweep(parent, name)
     if not parent.is_dir():
         return []
     wanted = ".+" if name is None else re.escape(name)

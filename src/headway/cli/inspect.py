@@ -1,6 +1,5 @@
 """`headway inspect`: what a checkpoint holds, read from its manifest; nothing in it is executed."""
 
-import os
 from math import prod
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import click
 
 from headway.checkpoint.format.foreign import checkpoints_in, explain
 from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLE, Manifest, read_manifest
-from headway.cli.options import GroupedCommand, option
+from headway.cli.options import PLACE, GroupedCommand, option
 from headway.common.text import format_bytes
 from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
@@ -18,16 +17,16 @@ from headway.errors import CheckpointError, ConfigError
     "inspect",
     cls=GroupedCommand,
     params=[
-        click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
+        click.Argument(["checkpoint"], type=PLACE),
         option("--tensors", None, "Output", "List every tensor with its shape and dtype."),
         option("--verify", None, "Output", "Read every byte and compare it with its hash."),
     ],
-    help="Print what CHECKPOINT (a folder that save_state wrote) holds, or list the checkpoints in a folder.",
+    help="Print what CHECKPOINT (a folder or URL that save_state wrote) holds, or list the checkpoints in one.",
 )
 def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
     """Read the manifest and print it."""
     parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if checkpoints_in(each)), None)
-    if parent is not None and not os.path.exists(checkpoint / MANIFEST):
+    if parent is not None and not (checkpoint / MANIFEST).exists():
         if verify or tensors:
             raise ConfigError(explain(checkpoint))
         for line in listing(parent):

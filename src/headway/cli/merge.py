@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
-from headway.cli.options import GroupedCommand, option
+from headway.cli.options import PLACE, GroupedCommand, option
 from headway.cli.progress import show_progress
+from headway.common.object_path import ObjectPath
 from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
     "merge",
     cls=GroupedCommand,
     params=[
-        click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
+        click.Argument(["checkpoint"], type=PLACE),
         click.Argument(["output"], type=click.Path(path_type=Path)),
         option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
         option(
@@ -47,8 +48,9 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
     from headway.weights.export import save_weights
 
     show_progress()
-    logger.info("verifying %s", checkpoint)
-    verify(checkpoint, manifest)
+    if not isinstance(checkpoint, ObjectPath):  # of which what is read is compared as it comes
+        logger.info("verifying %s", checkpoint)
+        verify(checkpoint, manifest)
     named = ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
     try:
         paths = save_weights(named, output, max_shard_size)

@@ -1,10 +1,12 @@
 """Command-line options made from the fields of `config/launch.py`, and a help page that fits a screen; `--help-all` has the rest."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
+from headway.common.object_path import to_path
 from headway.compat.accelerate.launching.launch_flags import refuse
 from headway.config.launch import SETTINGS, LaunchSetting
 from headway.config.load import COMMAND_LINE, Value
@@ -14,6 +16,20 @@ from headway.config.values import did_you_mean, from_text
 def underscored(token: str) -> str:
     """The spelling by which a flag is known: dashes and underscores mean the same."""
     return token.replace("-", "_")
+
+
+class PlaceType(click.ParamType):  # type: ignore[type-arg]
+    """A folder, or a URL of an object store."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """As a path."""
+        return to_path(value)
+
+
+PLACE = PlaceType()
+"""What reads checkpoints and runs takes."""
 
 
 class GroupedOption(click.Option):

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import click
 
-from headway.cli.options import GroupedCommand, examples, option
+from headway.cli.options import PLACE, GroupedCommand, examples, option
+from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
 
-_ABOUT = """Draw the runs RUN (folders, or their `log.jsonl`) on one page.
+_ABOUT = """Draw the runs RUN (folders, their `log.jsonl`, or URLs such as s3://bucket/run) on one page.
 
 The page is a single HTML file that needs no network: loss, learning rate, gradient norm, speed and memory, with out-of-memory
 errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared.
@@ -28,8 +29,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "report",
     cls=GroupedCommand,
     params=[
-        click.Argument(["run"], type=click.Path(path_type=Path), nargs=-1, required=True),
-        option("--out", "FILE", "Output", "The page.  [default: report.html beside the first run's log]", _FILE),
+        click.Argument(["run"], type=PLACE, nargs=-1, required=True),
+        option(
+            "--out",
+            "FILE",
+            "Output",
+            "The page.  [default: report.html beside the first run's log, or here for a URL]",
+            _FILE,
+        ),
         option("--png", "FOLDER", "Output", "Write each chart as a PNG, too; needs headway[plots].", _FOLDER),
     ],
     help=_ABOUT,
@@ -46,7 +53,8 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
 
         require_matplotlib()
     runs = load(run)
-    target = out or runs[0].path.parent / "report.html"
+    here = Path() if isinstance(run[0], ObjectPath) else runs[0].path.parent
+    target = out or here / "report.html"
     text = html_page(runs).encode("utf-8", "backslashreplace")
     _write(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headway.common.object_path import ObjectPath
 from headway.errors import CheckpointError, HeadwayError
 
 _KINDS = {
@@ -33,6 +34,11 @@ def open_regular(path: Path, refusal: type[HeadwayError] = CheckpointError) -> B
     Raises:
         CheckpointError: it is not a regular file (nor a link to one), or cannot be opened.
     """
+    if isinstance(path, ObjectPath):
+        try:
+            return path.open()  # type: ignore[no-any-return]
+        except FileNotFoundError as error:
+            raise refusal(f"{path} cannot be read: there is no such object") from error
     try:
         _check_kind(path, os.stat(path).st_mode, refusal)
         # Should it become a pipe in this moment, opening does not wait for who writes into it.
@@ -56,7 +62,8 @@ def read_regular(path: Path, most: int, refusal: type[HeadwayError] = Checkpoint
     """
     with open_regular(path, refusal) as file:
         try:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             parts, left = [], most + 1
             while size <= most and left and (part := file.read(left)):
                 parts.append(part)

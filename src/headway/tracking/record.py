@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from headway.common.object_path import ObjectPath, to_path
 from headway.common.optional import Later
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError, TrackingError
@@ -20,10 +21,11 @@ from headway.version import __version__
 # A run that keeps no record has no use for these.
 if TYPE_CHECKING:
     from headway.tracking import feed as feeding
+    from headway.tracking import mirror, runlog
     from headway.tracking import pictures as drawing
-    from headway.tracking import runlog
 else:
     feeding = Later("headway.tracking.feed")
+    mirror = Later("headway.tracking.mirror")
     drawing = Later("headway.tracking.pictures")
     runlog = Later("headway.tracking.runlog")
 
@@ -90,7 +92,9 @@ class RunRecorder:
         is_main, place = self._runtime.is_main_process, self._project().logging_dir
         self._is_begun = place is not None
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
-        folder = None if place is None else Path(place).absolute() / project_name
+        folder = None if place is None else to_path(place).absolute() / project_name
+        if isinstance(folder, ObjectPath):
+            folder = mirror.local_folder(folder) if is_main else None
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
@@ -225,6 +229,8 @@ class RunRecorder:
             self._at_exit.detach()
             self._ended = (feed.project, feed.folder), feed.begun
             feed.finish(_plain_summary(summary))
+            if isinstance(to_path(self._project().logging_dir or ""), ObjectPath):
+                mirror.send_all()
 
 
 def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from headway.common import env
+from headway.common.object_path import ObjectPath, to_path
 from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.runtime import process
@@ -171,6 +172,11 @@ class TrainingArguments(UnknownMembers):
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
+        if isinstance(to_path(self.output_dir), ObjectPath):
+            raise ConfigError(
+                f"output_dir={str(self.output_dir)!r}: the Trainer writes to folders; give one, or write the loop with the "
+                "Accelerator, whose project_dir may be such a URL"
+            )
         for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
             # Enumerations of other libraries carry the word as their value.

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from headway.common.object_path import ObjectPath
 from headway.errors import CheckpointError
 
 DTYPES = {
@@ -122,7 +123,8 @@ def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
     Raises:
         CheckpointError: the file breaks a rule of the format.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
     if not 2 <= length <= min(MAX_HEADER, size - 8):
         raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
@@ -210,7 +212,7 @@ def write_file(
     """
     header, starts = _header(specs, metadata or {})
     left = set(specs)
-    with open(path, "wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file:
         _put(file, memoryview(header), passing)
         for name, tensor in values:
             spec = specs.get(name)
@@ -225,7 +227,7 @@ def write_file(
             del tensor  # before the next one comes
         if left:
             raise CheckpointError(f"{path}: no values came for {', '.join(sorted(left)[:5])}")
-        if is_forced:
+        if is_forced and not isinstance(path, ObjectPath):
             os.fsync(file.fileno())
 
 

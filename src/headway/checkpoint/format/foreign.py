@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from headway.common.object_path import ObjectPath
 from headway.common.text import listed
 
 MANIFEST = "manifest.json"
@@ -31,6 +32,10 @@ _PROGRAMS = {
 
 def explain(path: Path) -> str:
     """Why `path` is not a checkpoint of Headway's, and what to do instead."""
+    if isinstance(path, ObjectPath):
+        inside = checkpoints_in(path) or checkpoints_in(path.parent)
+        hint = f"; there are {listed(inside, 3)}" if inside else ""
+        return f"{path} is not a committed checkpoint: it has no {MANIFEST}{hint}; give one that save_state wrote"
     if not os.path.exists(path):
         return f"{path} does not exist{_beside(path)}"
     if not os.path.isdir(path):
@@ -75,16 +80,20 @@ def foreign_in(parent: Path) -> Path | None:
 
 def checkpoints_in(parent: Path) -> list[str]:
     """The names of the committed checkpoints in a folder, the newest (by the number at its end) first."""
+    if isinstance(parent, ObjectPath):
+        below = [name.split("/") for name, _ in parent.below()]
+        found = [parent / name[0] for name in below if len(name) == 2 and name[1] == MANIFEST]
+        return [path.name for path in sorted(found, key=_order, reverse=True)]
     names = [name for name in _names(parent) if not name.startswith(".")]
     found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
     return [path.name for path in sorted(found, key=_order, reverse=True)]
 
 
 def _names(folder: Path) -> list[str]:
-    """What lies in a folder; nothing where it is none, or not to be looked into."""
+    """What lies in a folder; nothing where it is none, or not to be looked into, as an object store by other programs' names."""
     try:
         return os.listdir(folder)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return []
 
 

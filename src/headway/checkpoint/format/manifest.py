@@ -8,10 +8,11 @@ tensor::
     {"format": "headway checkpoint", "version": 3, "sha256": <of content>, "content": {
        "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
                                          or "grid": {"sizes", "file", "parts"}}},
-       "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
+       "files": {file: {"bytes", "xxh3_128": [one a piece], "piece"?}}, "aliases": {name: name}, "state": ..., "about": ...}}
 
 The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
-write a fitting manifest as well, whatever the algorithm. Pieces let several threads read one file.
+write a fitting manifest as well, whatever the algorithm. Pieces let several threads read one file. Where ranks read ranges over a
+network, pieces are smaller ("piece": their bytes), so that comparing takes little more than a rank needs.
 
 Grids (`ChunkGrid`) are tensors that many ranks wrote, each a box of a regular split.
 
@@ -27,7 +28,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,7 @@ from headway.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, r
 from headway.checkpoint.format.chunks import TensorChunk as Chunk
 from headway.checkpoint.format.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.format.foreign import explain
+from headway.common.object_path import ObjectPath
 from headway.common.untrusted import UNREADABLE, read_regular
 from headway.errors import CheckpointError
 
@@ -73,16 +75,23 @@ class WrittenFile:
         name: in its folder.
         num_bytes: its length.
         digests: of each piece of its bytes, in hexadecimal.
+        piece: bytes of a piece.
     """
 
     name: str
     num_bytes: int
     digests: tuple[str, ...]
+    piece: int = PIECE
 
     def pieces(self) -> list[tuple[int, int, str]]:
         """(where it begins, its length, its hash) of each piece."""
-        starts = range(0, max(1, self.num_bytes), PIECE)
-        return [(start, min(PIECE, self.num_bytes - start), digest) for start, digest in zip(starts, self.digests)]
+        starts = range(0, max(1, self.num_bytes), self.piece)
+        return [(start, min(self.piece, self.num_bytes - start), digest) for start, digest in zip(starts, self.digests)]
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON."""
+        piece = {} if self.piece == PIECE else {"piece": self.piece}
+        return {"bytes": self.num_bytes, ALGORITHM: list(self.digests), **piece}
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class Manifest:
         """
         content = {
             "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
-            "files": {name: {"bytes": w.num_bytes, ALGORITHM: list(w.digests)} for name, w in self.files.items()},
+            "files": {name: written.encode() for name, written in self.files.items()},
             "aliases": dict(self.aliases),
             "state": dict(self.state),
             "about": dict(self.about),
@@ -182,6 +191,20 @@ class Manifest:
         """The hash of the whole manifest: two checkpoints with one hash are one checkpoint."""
         return hashlib.sha256(self.encode()).hexdigest()
 
+    def moved(self, folder: str) -> "Manifest":
+        """The same with its files in a folder below."""
+
+        def entry(known: TensorEntry) -> TensorEntry:
+            chunks = known.chunks
+            if isinstance(chunks, ChunkGrid):
+                return replace(
+                    known, chunks=ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
+                )
+            return replace(known, chunks=tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks))
+
+        files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
+        return replace(self, tensors={name: entry(each) for name, each in self.tensors.items()}, files=files)
+
     def num_bytes(self) -> int:
         """The length of all files but the manifest."""
         return sum(written.num_bytes for written in self.files.values())
@@ -211,11 +234,11 @@ def _read_content(content: Any) -> Manifest:
 
 
 def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
-    num_bytes, found = read_count(entry["bytes"]), entry[ALGORITHM]
-    digests, num_pieces = tuple(found) if isinstance(found, list) else (), max(1, -(-num_bytes // PIECE))
+    num_bytes, found, piece = read_count(entry["bytes"]), entry[ALGORITHM], read_count(entry.get("piece", PIECE), 1)
+    digests, num_pieces = tuple(found) if isinstance(found, list) else (), max(1, -(-num_bytes // piece))
     if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
         raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
-    return WrittenFile(name, num_bytes, digests)
+    return WrittenFile(name, num_bytes, digests, piece)
 
 
 def _read_entry(
@@ -327,6 +350,11 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is damaged.
     """
     path = folder / MANIFEST
+    if isinstance(path, ObjectPath):
+        try:
+            return Manifest.decode(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            raise CheckpointError(explain(folder)) from None
     if not os.path.lexists(path):
         raise CheckpointError(explain(folder))
     try:

@@ -16,10 +16,11 @@ import xxhash
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from headway.checkpoint.format.manifest import PIECE, WrittenFile
+from headway.common.object_path import ObjectPath
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointError
-from headway.weights.files import StoredTensor, map_safetensors
-from headway.weights.shards import CODES, TensorSpec, bits, dtype_name, raw_bytes, write_file
+from headway.weights.files import StoredTensor
+from headway.weights.shards import CODES, TensorSpec, bits, dtype_name, raw_bytes, read_header, write_file
 
 _COMPRESSED: dict[str, tuple[str, str]] = {
     "sparse_csr": ("crow_indices", "col_indices"),
@@ -130,6 +131,8 @@ def put_together(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> tor
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
+_PIECES, _MOST_PIECES = [2**power for power in range(16, 24)], 2**18
+"""Sizes of pieces in an object store, and how many hashes a manifest has of a kind of file."""
 _LATER = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 """What came to safetensors after version 2 of our format was fixed, and is kept as bytes as it was then."""
 
@@ -141,25 +144,41 @@ def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
     return TensorSpec(tuple(shape), dtype)
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> WrittenFile:
+def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_files: int = 1) -> WrittenFile:
     """Write the tensors to `path`, force them to the disk, and say what was written.
 
-    Memory: one tensor's copy at a time for those that are not contiguous on the host; none for the others.
+    Memory: one tensor's copy at a time for those that are not contiguous on the host; none for the others. To an object store
+    besides one part a thread.
+
+    Args:
+        path: the file.
+        tensors: (name, values).
+        num_files: as many of its kind there are; hashes of pieces in object stores are of at least 64 KiB, and of all files 2^18.
 
     Raises:
         OSError: the disk is full, or not writable.
     """
     specs = {name: stored_as(tensor.dtype, tensor.shape) for name, tensor in tensors}
-    digests = PieceHashes()
+    piece = PIECE
+    if isinstance(path, ObjectPath):
+        most = max(1, _MOST_PIECES // num_files)
+        total = sum(spec.num_bytes for spec in specs.values())
+        piece = next((size for size in _PIECES if total <= size * most), PIECE)
+    digests = PieceHashes(piece)
     values = ((name, tensor if specs[name].dtype == tensor.dtype else raw_bytes(tensor)) for name, tensor in tensors)
     write_file(path, specs, values, passing=digests.update, is_forced=True)
     return digests.written(path.name)
 
 
 class PieceHashes:
-    """The hashes of a file's pieces, of bytes that come in order."""
+    """The hashes of a file's pieces, of bytes that come in order.
 
-    def __init__(self) -> None:
+    Args:
+        piece: bytes of a piece.
+    """
+
+    def __init__(self, piece: int = PIECE) -> None:
+        self._piece = piece
         self._current = xxhash.xxh3_128()
         self._digests: list[str] = []
         self._length = 0
@@ -167,9 +186,9 @@ class PieceHashes:
     def update(self, view: memoryview) -> None:
         """Hash this too."""
         while view:
-            if self._length and self._length % PIECE == 0:
+            if self._length and self._length % self._piece == 0:
                 self._next()
-            part = view[: PIECE - self._length % PIECE]
+            part = view[: self._piece - self._length % self._piece]
             self._current.update(part)
             self._length += len(part)
             view = view[len(part) :]
@@ -181,7 +200,7 @@ class PieceHashes:
     def written(self, name: str) -> WrittenFile:
         """The file, now that all of it has come."""
         self._next()
-        return WrittenFile(name, self._length, tuple(self._digests))
+        return WrittenFile(name, self._length, tuple(self._digests), self._piece)
 
 
 def describe(path: Path, name: str) -> WrittenFile:
@@ -193,8 +212,9 @@ def describe(path: Path, name: str) -> WrittenFile:
     digests = PieceHashes()
     view = memoryview(bytearray(_BLOCK))
     with open_regular(path) as file:
-        os.fsync(file.fileno())
-        while count := os.readv(file.fileno(), [view]):
+        if not isinstance(path, ObjectPath):
+            os.fsync(file.fileno())
+        while count := file.readinto(view):  # type: ignore[attr-defined]
             digests.update(view[:count])
     return digests.written(name)
 
@@ -205,10 +225,10 @@ def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
     Raises:
         CheckpointError: it could not be loaded.
     """
-    stored, _ = map_safetensors(path)
+    with open_regular(path) as file:
+        stored = read_header(file, path).tensors
     for name, tensor in tensors:
-        found = stored.get(name)
-        if found is None or TensorSpec(found.shape, found.dtype) != stored_as(tensor.dtype, tensor.shape):
+        if name not in stored or stored[name][0] != stored_as(tensor.dtype, tensor.shape):
             raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
 
 

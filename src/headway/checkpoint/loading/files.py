@@ -21,6 +21,8 @@ from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
+from headway.checkpoint.stores.fetched import FetchedCheckpoint, verify_objects
+from headway.common.object_path import ObjectPath
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
 from headway.weights.shards import SafetensorsHeader, bits
@@ -35,11 +37,13 @@ class CheckpointFiles:
     Args:
         folder: the checkpoint.
         manifest: its own.
+        fetched: holds the folder, where it is of fetched ones.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, fetched: FetchedCheckpoint | None = None) -> None:
         self._folder = folder
         self._manifest = manifest
+        self._fetched = fetched
         self._open: dict[str, Mapping[str, StoredTensor]] = {}
 
     def stored(self, file: str) -> Mapping[str, StoredTensor]:
@@ -154,11 +158,13 @@ class UsedRanges:
     Args:
         folder: the checkpoint.
         manifest: its own.
+        fetched: brings what is looked at into the folder.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, fetched: FetchedCheckpoint | None = None) -> None:
         self._folder = folder
         self._manifest = manifest
+        self._fetched = fetched
         self._headers: dict[str, SafetensorsHeader] = {}
         self.ranges: Ranges = {}
 
@@ -200,7 +206,7 @@ class UsedRanges:
         file, dtype = chunk.file, dtype_named(self._manifest.tensors[name].dtype)
         path = self._folder / file
         if file not in self._headers:
-            header = self._headers[file] = header_of(path)
+            header = self._headers[file] = header_of(path if self._fetched is None else self._fetched.header(file))
             values = min((start for _, start in header.tensors.values()), default=1)
             self.ranges.setdefault(file, []).append((0, values))
         start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
@@ -293,6 +299,9 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
         CheckpointError: with the first file that is not as it was.
     """
     found = read_manifest(folder) if manifest is None else manifest
+    if isinstance(folder, ObjectPath):
+        verify_objects(folder, found)
+        return found
     read_files(folder, list(found.files.values()))
     return found
 
@@ -316,19 +325,26 @@ def read_state(
     """
     shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
     like = {} if placing is None else placing.like(manifest.aliases, shapes)
-    if like:
-        used = UsedRanges(folder, manifest)
+    fetched = FetchedCheckpoint(folder, manifest) if isinstance(folder, ObjectPath) else None
+    if fetched is not None:
+        folder, is_verified = fetched.folder, False
+    if like or fetched is not None:
+        used = UsedRanges(folder, manifest, fetched)
         used.add_own(like)
-        if is_verified:
-            used.add_rest(like)
-        verify_ranges(folder, manifest, used.ranges)
+        if fetched is not None:
+            used.add_rest([*like, *(name for name in shapes if name.startswith(ROWS) and name not in like)])
+            fetched.fetch(used.ranges)
+        else:
+            if is_verified:
+                used.add_rest(like)
+            verify_ranges(folder, manifest, used.ranges)
     owned = [
         name
         for name, entry in manifest.tensors.items()
         if len(entry.chunks) == 1 and not name.startswith((MODEL, ROWS)) and name not in like
     ]
     read: dict[str, Any] = dict(read_owned(folder, manifest, owned, is_verified and not like, bool(like)))
-    files = CheckpointFiles(folder, manifest)
+    files = CheckpointFiles(folder, manifest, fetched)
     for name, entry in manifest.tensors.items():
         if name not in read and (name in like or not name.startswith(ROWS)):
             mosaic, is_weight = ChunkedTensor(entry, files), name.startswith(MODEL)
@@ -352,7 +368,12 @@ def open_tensors(
     Raises:
         CheckpointError: a file lacks what the manifest places there.
     """
-    files = CheckpointFiles(folder, manifest)
+    fetched = FetchedCheckpoint(folder, manifest) if isinstance(folder, ObjectPath) else None
+    if fetched is not None:
+        wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
+        fetched.fetch_all(sorted({chunk.file for entry in wanted.values() for chunk in entry.chunks}))
+        folder = fetched.folder
+    files = CheckpointFiles(folder, manifest, fetched)
     for name, entry in manifest.tensors.items():
         if name.startswith(prefix):
             is_one = len(entry.chunks) == 1

@@ -20,6 +20,7 @@ from headway.checkpoint.resume.run import RunState
 from headway.checkpoint.saving.place import CheckpointFolder
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
+from headway.common.object_path import ObjectPath, to_path
 from headway.common.optional import Later
 from headway.config.run import Preemption, ProjectConfiguration
 from headway.config.values import did_you_mean
@@ -162,12 +163,25 @@ class Checkpoints:
         if self._held is None:
             self._hold()
 
-    def _hold(self, is_alone: bool = False) -> None:
+    def _hold(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
         """Let no other run save where this one does; who only reads holds nothing."""
         place, run = self.place, self._run
+        folder = None if place.is_automatic or output_dir is None else place.folder_for(output_dir)
         if place.is_automatic and place.project.project_dir is not None:
             self._held = place.parent()
-            run.run_id = run.saver.hold(self._held, run.run_id, is_alone)
+        elif isinstance(folder, ObjectPath):  # where no rename fails for the second of two
+            if self._held not in (None, folder):
+                self.let_go()
+            self._held = folder
+        else:
+            return
+        run.run_id = run.saver.hold(self._held, run.run_id, is_alone)
+
+    def let_go(self) -> None:
+        """Leave the place to others."""
+        if self._held is not None:
+            self._run.saver.let_go(self._held)
+            self._held = None
 
     def _check_steps(self) -> None:
         """From now on there may be something to check where something is about to learn."""
@@ -214,7 +228,7 @@ class Checkpoints:
         if metric is not None:  # nan is never the best, and JSON has none
             metric = float(metric) if math.isfinite(metric) else None
         run.saver.wait(is_alone)
-        self._hold(is_alone)
+        self._hold(is_alone, output_dir)
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # some ranks may have saved without the others
@@ -292,9 +306,7 @@ class Checkpoints:
         if self.guard is not None:
             self.guard.stop()
             self._run.ask_before_batches(None)
-        if self._held is not None:
-            self._run.saver.let_go(self._held)
-            self._held = None
+        self.let_go()
 
     def start_watching(self) -> None:
         """Listen again, in place of whoever has done so since."""
@@ -395,7 +407,7 @@ class Checkpoints:
     ) -> Restored | None:
         """Go on from a checkpoint where there is one."""
         is_newest = str(checkpoint) == "latest"
-        folder = self.place.newest(run) if is_newest else Path(checkpoint).expanduser().absolute()
+        folder = self.place.newest(run) if is_newest else to_path(checkpoint).expanduser().absolute()
         if folder is None:
             if self.place.is_automatic:
                 log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())

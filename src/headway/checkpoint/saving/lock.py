@@ -4,6 +4,9 @@ The file is made where there is none, which one process can do. Its holder touch
 finds it asks the kernel where the holder was a process of this machine, since its start; else it waits for a touch: one that
 comes is a run that lives, and silence a machine that died. Locks of the kernel say less: over NFS they may hold on this machine
 only, or outlive a dead one. Who only reads checkpoints needs no lock.
+
+In an object store the file is an object: written where there is none, and anew every few seconds where it is still the holder's own
+(if-match). Who finds it watches whether it changes, by a clock of its own; nobody's time of day is compared with anybody's.
 """
 
 import atexit
@@ -18,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headway.common.object_path import ObjectPath
 from headway.common.untrusted import printable, read_regular
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -180,11 +184,115 @@ class FolderLock:
             aside.unlink(missing_ok=True)
 
 
+class ObjectLock:
+    """The lock of a place in an object store.
+
+    Args:
+        folder: what is held; the object lies beside it.
+        run, start: the run that holds it, as `LockOwner` has them.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+
+    def __init__(self, folder: ObjectPath, run: str, start: str) -> None:
+        self.start = start
+        self._folder = folder
+        self._path: ObjectPath = folder.with_name(f"{folder.name}.lock")
+        self._owner = asdict(LockOwner.here(run, start))
+        self._pid, self._over, self._requests = os.getpid(), threading.Event(), threading.Lock()
+        self._token, self._count, self._etag = secrets.token_hex(8), 0, ""
+        self._is_lost = False
+        self._take()
+
+    def check(self) -> None:
+        """Have it still, as the store says.
+
+        Raises:
+            CheckpointError: another run has taken it, as this one was silent for long.
+        """
+        if self._etag and not self._beat():
+            found = self._path.client.get(self._path.key)
+            told = "was taken, while this run was not to be seen, by another one"
+            raise CheckpointError(_told(self._folder, b"" if found is None else found[0], told))
+
+    def release(self) -> None:
+        """Let others have it; nothing in a process that was forked."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        self._over.set()
+        with contextlib.suppress(CheckpointError):  # it is found to be silent
+            if self._etag and self._beat():  # nobody takes it in the next moments
+                self._path.unlink()
+
+    def _beat(self) -> bool:
+        with self._requests:
+            if self._is_lost:
+                return False
+            self._is_lost = not self._write(self._etag)
+            return not self._is_lost
+
+    def _write(self, replaces: str | None) -> bool:
+        client, key = self._path.client, self._path.key
+        while True:
+            self._count += 1
+            text = json.dumps({**self._owner, "beat": f"{self._token} {self._count}"}).encode()
+            etag = client.put(key, text, replaces)
+            if etag is not None:
+                self._etag = etag
+                return True
+            found = client.get(key)
+            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaces:
+                return False
+            replaces = found[1]  # an earlier write of its own, whose answer was lost for good
+
+    def _take(self) -> None:
+        client, key, judged = self._path.client, self._path.key, None
+        while not self._write(judged):
+            found = client.get(key)
+            if found is not None:
+                owner = _holder(found[0])
+                if owner is not None and owner.start == self.start:  # of another machine of the same run
+                    self._etag = ""
+                    return
+                self._wait_for_end(*found)
+            judged = None if found is None else found[1]
+        threading.Thread(target=self._beats, name="headway-lock", daemon=True).start()
+
+    def _wait_for_end(self, text: bytes, etag: str) -> None:
+        """Return when the holder is gone, or the object.
+
+        Raises:
+            CheckpointError: the holder lives.
+        """
+        holder, client, key = _holder(text), self._path.client, self._path.key
+        lives = None if holder is None else holder.lives and not holder.is_here
+        if lives is None:
+            log.warning("%s; waiting for %g s for a sign of it", _told(self._folder, text, "was last used by"), SILENCE)
+        until = time.monotonic() + (SILENCE if lives is None else 0)
+        while time.monotonic() < until:
+            time.sleep(min(1.0, SILENCE / 10))
+            found = client.get(key)
+            if found is None:
+                return
+            lives = found[1] != etag
+            if lives:
+                break
+        if lives:
+            raise CheckpointError(_told(self._folder, text, "is in use by another run"))
+
+    def _beats(self) -> None:
+        while not self._over.wait(BEAT):
+            with contextlib.suppress(CheckpointError):  # a store that is away for a while
+                if not self._beat():
+                    return
+
+
 class Locks:
     """The locks that this process has; several Accelerators of it may save into one folder."""
 
     def __init__(self) -> None:
-        self._held: dict[Path, FolderLock] = {}
+        self._held: dict[Path, FolderLock | ObjectLock] = {}
         atexit.register(self.release)
 
     def start_of(self, folder: Path) -> str:
@@ -201,11 +309,23 @@ class Locks:
         known = self._held.get(folder)
         try:
             if known is None:
-                self._held[folder] = FolderLock(folder, run, start)
+                self._held[folder] = (
+                    ObjectLock(folder, run, start) if isinstance(folder, ObjectPath) else FolderLock(folder, run, start)
+                )
             else:
                 known.check()
         except OSError as error:
             log.warning_once("%s cannot be locked (%s): nothing keeps another run from saving there too", folder, error)
+
+    def prove(self, final: Path) -> None:
+        """Have what a checkpoint is to be committed in still, where it was locked.
+
+        Raises:
+            CheckpointError: another run has it.
+        """
+        for known in (self._held.get(final), self._held.get(final.parent)):
+            if known is not None:
+                known.check()
 
     def release(self, folder: Path | None = None) -> None:
         """Let go of a folder, or of all."""
@@ -249,7 +369,9 @@ def _now(path: Path) -> float:
 def _holder(text: bytes) -> LockOwner | None:
     """Who has written it; None where it is not written yet, or by nobody of ours."""
     try:
-        told = LockOwner(**json.loads(text))
+        found = dict(json.loads(text))
+        found.pop("beat", None)
+        told = LockOwner(**found)
     except (ValueError, TypeError):
         return None
     return told if type(told.pid) is int else None

@@ -6,6 +6,8 @@ from headway.checkpoint.folders import committed, copy_of, originals
 from headway.checkpoint.format.foreign import explain, foreign_in, number_of
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
 from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.stores.objects import identity
+from headway.common.object_path import ObjectPath, to_path
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError
 from headway.log import get_logger
@@ -50,7 +52,8 @@ class CheckpointFolder:
             raise ConfigError(
                 "automatic checkpoints need a place: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
             )
-        return (self._began_in / self.project.project_dir).absolute() / FOLDER
+        place = to_path(self.project.project_dir)
+        return (place if isinstance(place, ObjectPath) else (self._began_in / place).absolute()) / FOLDER
 
     # ---------------------------------------------------------------- save
 
@@ -66,7 +69,10 @@ class CheckpointFolder:
                 raise ConfigError(
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir).expanduser().absolute()
+            place = to_path(output_dir).expanduser().absolute()
+            if isinstance(place, ObjectPath) and not place.key:
+                raise ConfigError(f"{place} is a whole bucket; give a name in it, as in {place}/checkpoint")
+            return place
         others = self._later_ones()
         if others:
             raise CheckpointError(_used(others[0]))
@@ -136,7 +142,7 @@ class CheckpointFolder:
             ConfigError: no folder was given, and there is no automatic naming.
         """
         if input_dir is not None:
-            return Path(input_dir).expanduser().absolute()
+            return to_path(input_dir).expanduser().absolute()
         if not self.is_automatic:
             raise ConfigError(
                 "load_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
@@ -207,5 +213,8 @@ def _used(earlier: Path) -> str:
 
 def _identity(folder: Path) -> tuple[int, int]:
     """Which file a checkpoint's manifest is."""
-    found = (folder / MANIFEST).stat()
+    path = folder / MANIFEST
+    if isinstance(path, ObjectPath):
+        return identity(path)
+    found = path.stat()
     return found.st_ino, found.st_mtime_ns

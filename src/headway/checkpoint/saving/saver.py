@@ -26,7 +26,9 @@ from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.lock import Locks
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import ROWS, CollectedState, in_pieces
+from headway.checkpoint.stores import objects
 from headway.common import scope
+from headway.common.object_path import ObjectPath, to_path
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import process
@@ -209,7 +211,7 @@ class Saver:
     def _save(self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
         self._together(partial(writer.begin, job), job)
         if fill is not None:
-            self._together(partial(fill, job.staging), job)
+            self._together(partial(folders.fill, fill, job.staging), job)
 
         def complete() -> CollectedState:
             if seal is not None:
@@ -238,7 +240,7 @@ class Saver:
         """
         if not 1 < self._collectives.world_size == self._runtime.local_world_size:
             return folder
-        chosen = Path(self._collectives.broadcast_object(str(folder.absolute())))
+        chosen = to_path(self._collectives.broadcast_object(str(folder.absolute())))
         if chosen == folder.absolute():
             return folder
         log.warning_once(
@@ -389,6 +391,10 @@ class Saver:
         problem: str | None = None
         try:
             manifest = read_manifest(folder) if is_held else None
+            if isinstance(folder, ObjectPath):  # bytes are compared by who reads them, and read once
+                is_asked = manifest is not None and self._runtime.rank == 0
+                problem = objects.absent(folder, manifest) if manifest is not None and is_asked else None
+                manifest = None
             is_shared = manifest is not None and any(len(each.chunks) > 1 for each in manifest.tensors.values())
             if manifest is not None and is_shared and is_everywhere:
                 # Machines with copies of their own are covered by what each rank compares when it reads.

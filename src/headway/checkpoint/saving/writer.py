@@ -9,9 +9,6 @@ collective while the loop trains, and leaves nothing that a later save does not 
 """
 
 import json
-import os
-import secrets
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +25,8 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFil
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
 from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
-from headway.errors import CheckpointError
+from headway.common.object_path import ObjectPath
+from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
@@ -38,7 +36,7 @@ from headway.weights.shards import dtype_name
 
 log = get_logger(__name__)
 
-_POLL = 0.005
+_POLL, _POLL_OBJECTS = 0.005, 0.1
 
 
 @dataclass(frozen=True)
@@ -236,12 +234,12 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     # It is committed: nothing that fails now may say otherwise.
     try:
         folders.point_latest(job.final)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     try:
         if not job.share.is_own_disk:  # else that waits until every machine has committed
             job.rotate()
-    except OSError as error:
+    except (OSError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
     notify(
         "checkpoint",
@@ -264,11 +262,11 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
         for file, boxes in spread.files.items():
             parts.setdefault(file, []).extend(boxes)
         for file, tensors in parts.items():
-            written.append(write_shard(job.staging / file, tensors))
+            written.append(write_shard(job.staging / file, tensors, job.share.num_parts))
             prove_shard(job.staging / file, tensors)
-        told = {"files": [[w.name, w.num_bytes, w.digests] for w in written], **spread.told()}
+        told = {"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **spread.told()}
         working.write_text(json.dumps(told))
-        os.replace(working, done)
+        working.replace(done)
     except BaseException:
         # Taking a file away works on a full disk as well.
         working.unlink(missing_ok=True)
@@ -291,10 +289,10 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
                 raise CheckpointError(
                     f"part {part} of {job.share.num_parts} of {job.final} was not written in {job.policy.timeout:g} s"
                 )
-            time.sleep(_POLL)
+            time.sleep(_POLL_OBJECTS if isinstance(done, ObjectPath) else _POLL)
         told = json.loads(done.read_text())
-        for name, num_bytes, digests in told.pop("files"):
-            files[name] = WrittenFile(name, num_bytes, tuple(digests))
+        for name, num_bytes, digests, piece in told.pop("files"):
+            files[name] = WrittenFile(name, num_bytes, tuple(digests), piece)
         boxes.append(told)
     for part in range(job.share.num_parts):
         (job.staging / f".written-{part}").unlink()
@@ -352,10 +350,8 @@ def _prove(manifest: Manifest) -> None:
 def abandon(job: SaveJob) -> None:
     """Remove the staging folder of a save that failed."""
     if job.share.leads:
-        aside = folders.staging_folder(job.final, secrets.token_hex(8))
-        with suppress(OSError, ValueError):  # the other one: of a name that no folder can have
-            os.rename(job.staging, aside)  # no rank that still writes finds it again
-            shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError, ValueError, CheckpointError):  # the second one: of a name that no folder can have
+            folders.abandon(job.staging)
 
 
 class BackgroundSave:

@@ -23,8 +23,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from headway.common.object_path import ObjectPath, to_path
 from headway.common.text import listed
 from headway.errors import ConfigError
+from headway.tracking.mirror import fetch_log
 from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, leaves, read_run
 
 Point = tuple[float, float, float]
@@ -230,6 +232,12 @@ def find_log(path: Path) -> Path:
     Raises:
         ConfigError: there is none; the message says what was looked for and what lies there.
     """
+    if isinstance(path, ObjectPath):
+        if (found := fetch_log(path)) is None:
+            raise ConfigError(
+                f"{path} holds no {FILE}, or several: give the place of one run, in which its {FILE} lies"
+            )
+        return found
     if os.path.isfile(path):
         return path
     if os.path.isfile(path / FILE):
@@ -262,7 +270,7 @@ def load(paths: Sequence[Path]) -> list[RunData]:
     Raises:
         ConfigError: a path holds no run, or what is there cannot be read as a log.
     """
-    logs = list(dict.fromkeys(find_log(Path(path)).resolve() for path in paths))
+    logs = list(dict.fromkeys(find_log(to_path(path)).resolve() for path in paths))
     if not logs:
         raise ConfigError("no run was given: name at least one folder of a run")
     # Millions of small tuples and no cycle among them: looking for garbage would take a third of the time.

@@ -1,0 +1,384 @@
+"""Runs whose checkpoints lie in an object store: resumed bit by bit, read by ranges, and safe from kills, errors and each other."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration, set_seed
+from headway.checkpoint import folders
+from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import verify
+from headway.checkpoint.saving import lock
+from headway.common import scope
+from headway.common.object_path import PART, THREADS, to_path
+from headway.errors import CheckpointError, ConfigError
+from tests.distributed.ranks import run_ranks
+from tests.stores import server
+from tests.stores.proxy import Proxy
+from tests.sweep import store_faults
+
+WIDTH = 700
+"""Of a model of 1.5 million values: 6 MB, and twice that in its optimizer."""
+
+
+@pytest.fixture(scope="module")
+def port():
+    with server.running() as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(port, monkeypatch):
+    """A proxy of its own, which this process uses."""
+    with Proxy(port) as made:
+        for name, value in server.environment(made.port, patience=6, timeout=3).items():
+            monkeypatch.setenv(name, value)
+        scope.clear()
+        yield made
+        store_faults.let_go()
+        scope.clear()
+
+
+def train(folder, strategy, until, settings=None, ports=(), blocking=True, every=2):
+    """Train up to so many updates, from where a checkpoint is; returns the state of this rank, as bytes."""
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ.update(settings or {}, **({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports[rank]}"} if ports else {}))
+    set_seed(3)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    data = TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2, shuffle=True))
+    accelerator.resume("latest")
+    began = accelerator.num_updates
+    for _ in accelerator.epochs(2):
+        for (x,) in loader:
+            if accelerator.num_updates == until:
+                break
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x + torch.rand(1)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.num_updates % every == 0:
+                accelerator.save_state(blocking=blocking)
+        if accelerator.num_updates == until:
+            break
+    accelerator.wait_for_save()
+    tensors = [
+        *model.state_dict().values(),
+        *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)),
+    ]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    accelerator.end_training()
+    return began, [each.detach().clone() for each in local]
+
+
+def is_same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_is_the_undisturbed_one_and_each_rank_reads_its_own(strategy, port, tmp_path):
+    url, settings = f"s3://{server.BUCKET}/resumed_{strategy}", server.environment(port)
+    whole = run_ranks(train, 2, tmp_path / "whole", strategy, 6)
+    first = run_ranks(train, 2, url, strategy, 4, settings, (), False)
+    with Proxy(port) as left, Proxy(port) as right:
+        # Two more updates, and no save among them: all that is read is read by the resume.
+        second = run_ranks(train, 2, url, strategy, 6, settings, (left.port, right.port), True, 1000)
+        delivered = [left.delivered, right.delivered]
+    assert [began for began, _ in first + second] == [0, 0, 4, 4]
+    for (_, one), (_, other) in zip(whole, second, strict=True):
+        assert is_same(one, other)
+    for (_, values), read in zip(second, delivered, strict=True):
+        own = sum(each.numel() * each.element_size() for each in values)
+        assert own <= read <= 1.05 * own, (own, read)
+
+
+def test_another_layout_reads_the_ranges_that_it_needs(port):
+    url, settings = f"s3://{server.BUCKET}/relaid", server.environment(port)
+    (_, saved), _ = run_ranks(train, 2, url, "ddp", 2, settings)
+    with Proxy(port) as left, Proxy(port) as right:
+        taken = run_ranks(train, 2, url, "fsdp", 2, settings, (left.port, right.port), True, 1000)
+        delivered = [left.delivered, right.delivered]
+    total = sum(each.numel() * each.element_size() for each in saved)
+    for (began, values), read in zip(taken, delivered, strict=True):
+        own = sum(each.numel() * each.element_size() for each in values)
+        assert began == 2
+        assert own < 0.51 * total
+        assert own <= read <= 1.05 * own, (own, read)
+    for index, whole in enumerate(saved):
+        parts = [values[index] for _, values in taken]
+        assert torch.equal(torch.cat(parts) if whole.dim() else parts[0], whole)
+
+
+def test_what_lies_there(proxy, port):
+    """Numbers, the limit, the best one, an explicit place, and what other programs see."""
+    url = f"s3://{server.BUCKET}/run"
+    project = ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=1, keep_best="min")
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    for metric in (1.0, 0.5, 2.0, 3.0):
+        accelerator.save_state(metric=metric)
+    place = to_path(url) / "checkpoints"
+    assert [path.name for path in folders.committed(place)] == ["checkpoint_3", "checkpoint_1"]
+    kept = set(server.keys(port, "run/"))
+    owners = {"/".join(key.split("/")[:3]) for key in kept}
+    assert owners == {
+        "run/checkpoints/checkpoint_3",
+        "run/checkpoints/checkpoint_1",
+        "run/checkpoints/latest",
+        "run/checkpoints.lock",
+    }
+    other = f"s3://{server.BUCKET}/elsewhere/mine"
+    free = Accelerator(cpu=True)
+    copy = free.prepare(torch.nn.Linear(3, 1))
+    with torch.no_grad():
+        copy.weight.copy_(model.weight)
+    for value in range(3):  # over itself
+        with torch.no_grad():
+            copy.bias.fill_(value)
+        free.save_state(other)
+    with torch.no_grad():
+        copy.bias.fill_(9)
+        copy.weight.fill_(9)
+    free.load_state(other)
+    assert copy.bias.item() == 2
+    assert torch.equal(copy.weight, model.weight)
+    nonces = {key.split("/")[2] for key in server.keys(port, "elsewhere/mine/")}
+    assert len(nonces) == 2, "the manifest, and the files of one save"
+    server.s3(port).put_object(Bucket=server.BUCKET, Key="elsewhere/theirs/notes.txt", Body=b"mine")
+    with pytest.raises(CheckpointError, match="holds objects"):
+        free.save_state(f"s3://{server.BUCKET}/elsewhere/theirs")
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+        free.load_state(f"s3://{server.BUCKET}/elsewhere/nothing")
+    with pytest.raises(ConfigError, match="as text"):
+        free.save_state(__import__("pathlib").Path(other))
+    free.end_training()
+    accelerator.end_training()
+    assert not [key for key in server.keys(port) if key.endswith(".lock")]
+
+
+def test_what_killed_saves_leave_goes_by_name_and_nothing_else(proxy, port):
+    root = f"s3://{server.BUCKET}/litter"
+    assert store_faults.save(root, 1, True) == "saved"
+    put = server.s3(port).put_object
+    litter = [
+        "checkpoint_1/data-0123456789abcdef/model-00000.safetensors",
+        "checkpoint_7/data-0123456789abcdef/.writing-0",
+    ]
+    theirs = ["notes.txt", "checkpoint_7/data-mine/x", "checkpoint_7/other", "data-0123456789abcdef"]
+    for name in litter + theirs:
+        put(Bucket=server.BUCKET, Key=f"litter/{name}", Body=b"?")
+    put(Bucket=server.BUCKET, Key="litter_of_others/checkpoint_1/data-0123456789abcdef/x", Body=b"?")
+    assert store_faults.save(root, 2, True) == "saved"
+    left = set(store_faults.left_over(port, root))
+    assert left == {f"litter/{name}" for name in theirs}
+    assert server.keys(port, "litter_of_others/")
+
+
+# ---------------------------------------------------------------- two writers
+
+
+def write_too(port, root):
+    os.environ.update(server.environment(port))
+    return store_faults.save(root, 5, True)
+
+
+def test_the_second_of_two_writers_is_told_of_the_first(proxy, port):
+    root = f"s3://{server.BUCKET}/two"
+    assert store_faults.save(root, 1, True) == "saved"
+    told = run_ranks(write_too, 1, port, root)[0]
+    assert told.startswith("refused")
+    assert f"process {os.getpid()} on" in told
+    assert store_faults.save(root, 2, True) == "saved"
+    store_faults.let_go()
+    assert run_ranks(write_too, 1, port, root) == ["saved"]
+
+
+def test_a_holder_elsewhere_is_judged_by_its_silence(proxy, port, monkeypatch):
+    """Whose machine cannot be asked; clocks play no part, as the object's times are looked at by nobody."""
+    monkeypatch.setattr(lock, "SILENCE", 1.5)
+    monkeypatch.setattr(lock, "BEAT", 0.3)
+    monkeypatch.setattr(lock, "_machine", lambda: "another one")
+    folder = to_path(f"s3://{server.BUCKET}/silent/checkpoints")
+    first = lock.ObjectLock(folder, "first", "1")
+    monkeypatch.setattr(lock, "_machine", lambda: "this one")
+    with pytest.raises(CheckpointError, match=r"run first .* Two runs in one folder"):
+        lock.ObjectLock(folder, "second", "2")
+    first._over.set()  # as if its machine had died
+    time.sleep(0.5)
+    second = lock.ObjectLock(folder, "second", "2")
+    second.check()
+    with pytest.raises(CheckpointError, match=r"was taken, while this run was not to be seen.*run second"):
+        first.check()
+    second.release()
+    assert not server.keys(port, "silent/")
+
+
+def test_a_writer_that_was_silent_commits_nothing(proxy, port, monkeypatch):
+    """Its lock was taken, and what it had sent was removed, between its last word and its commit."""
+    root = f"s3://{server.BUCKET}/paused"
+    assert store_faults.save(root, 1, True) == "saved"
+    path = to_path(f"{root}.lock")
+
+    def steal(request):
+        if request.method == "PUT" and request.target.endswith("manifest.json") and not stolen:
+            stolen.append(server.s3(port).put_object(Bucket=server.BUCKET, Key=path.key, Body=b"{}"))
+            for key in server.keys(port, "paused/checkpoint_2/data-"):
+                server.s3(port).delete_object(Bucket=server.BUCKET, Key=key)
+
+    stolen = []
+    proxy.judge = steal
+    told = store_faults.save(root, 2, True)
+    assert told.startswith("refused"), told
+    assert "by another one" in told
+    assert store_faults.found_value(root) == 1
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def test_expired_credentials_are_one_error_that_says_what_to_do(proxy, port):
+    root = f"s3://{server.BUCKET}/expired"
+    assert store_faults.save(root, 1, True) == "saved"
+    proxy.judge = lambda request: "expired" if "data-" in request.target else None
+    told = store_faults.save(root, 2, True)
+    assert told.startswith("refused")
+    assert "credentials were refused" in told
+    assert "renew them" in told
+    assert sum(fault == "expired" for _, fault in proxy.met) < 12, "refused requests are not asked again and again"
+    proxy.reset()
+    assert store_faults.found_value(root) == 1
+
+
+def test_a_store_that_is_away_is_waited_for_in_bounds(proxy, port):
+    root = f"s3://{server.BUCKET}/away"
+    assert store_faults.save(root, 1, True) == "saved"
+    proxy.judge = lambda request: "503"
+    began = time.monotonic()
+    told = store_faults.save(root, 2, True)
+    assert "attempts in" in told
+    assert "HEADWAY_STORE_PATIENCE" in told
+    assert time.monotonic() - began < 60
+    proxy.reset()
+    assert store_faults.found_value(root) == 1
+
+
+def test_a_damaged_or_lost_part_is_named(proxy, port):
+    root = f"s3://{server.BUCKET}/damaged"
+    assert store_faults.save(root, 1, True) == "saved"
+    key = next(key for key in server.keys(port, "damaged/checkpoint_1/") if "model-" in key)
+    body = bytearray(server.s3(port).get_object(Bucket=server.BUCKET, Key=key)["Body"].read())
+    body[len(body) // 2] ^= 1
+    server.s3(port).put_object(Bucket=server.BUCKET, Key=key, Body=bytes(body))
+    folder = to_path(root) / "checkpoint_1"
+    with pytest.raises(CheckpointError, match=r"model-00000.safetensors is damaged: its bytes .*XXH3-128 differs"):
+        verify(folder)
+    server.s3(port).delete_object(Bucket=server.BUCKET, Key=key)
+    with pytest.raises(CheckpointError, match="not there any more"):
+        verify(folder)
+
+
+def test_kills_and_errors(capsys):
+    """Few of each; `python -m tests.sweep.store_faults` draws hundreds."""
+    ran = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.sweep.store_faults", what, "--count", "8", "--seed", "7"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for what in ("kills", "errors")
+    ]
+    outputs = [each.communicate(timeout=250)[0] for each in ran]
+    assert [each.returncode for each in ran] == [0, 0], outputs
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_staging_takes_a_part_a_thread(proxy, port):
+    """Of 160 MB that are sent from memory, four parts of 16 MiB are held besides."""
+    from headway.checkpoint.format.tensors import write_shard
+
+    tensors = [(str(i), torch.full((10_000_000,), float(i))) for i in range(4)]
+    write_shard(to_path(f"s3://{server.BUCKET}/warm/a.safetensors"), [("x", torch.ones(3))])
+    before, peak, is_over = _resident(), [0], threading.Event()
+
+    def watch():
+        while not is_over.wait(0.005):
+            peak[0] = max(peak[0], _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    path = to_path(f"s3://{server.BUCKET}/warm/model-00000.safetensors")
+    written = _sent_elsewhere(port, path, tensors)
+    is_over.set()
+    watcher.join()
+    assert written.num_bytes > 160e6
+    assert len(server.keys(port, "warm/model-")) == -(-written.num_bytes // PART)
+    slack = 24 * 2**20  # of the client and its connections
+    assert peak[0] - before < THREADS * PART + slack, (peak[0] - before) / 2**20
+
+
+def _sent_elsewhere(port, path, tensors):
+    """Straight to the server, as the proxy would hold what passes through it in this process."""
+    from headway.checkpoint.format.tensors import write_shard
+
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    scope.clear()
+    path.parent.exists()
+    return write_shard(path, tensors)
+
+
+def _resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+# ---------------------------------------------------------------- commands and the log
+
+
+def _headway(*words):
+    ran = subprocess.run(
+        [sys.executable, "-m", "headway", *map(str, words)], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
+def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url = f"s3://{server.BUCKET}/logged"
+    project = ProjectConfiguration(url, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    for attempt in range(2):
+        accelerator.init_trackers("digits")
+        accelerator.log({"loss": 1.0 / (attempt + 1)}, step=attempt)
+        accelerator.save_state()
+        accelerator.end_training()
+        assert "logged/digits/log.jsonl" in server.keys(port, "logged/digits/")
+    assert "holds 2 checkpoints" in _headway("inspect", url)
+    told = _headway("inspect", f"{url}/checkpoints/checkpoint_1", "--verify", "--tensors")
+    assert "verified: all" in told
+    assert "model/0/weight" in told
+    _headway("merge", f"{url}/checkpoints/checkpoint_1", "merged")
+    from safetensors.torch import load_file
+
+    assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["weight"], model.weight)
+    assert "report.html" in _headway("report", url)
+    assert "digits" in (tmp_path / "report.html").read_text()
+    from headway.tracking.mirror import fetch_log
+    from headway.tracking.runlog import read_run
+
+    run = read_run(fetch_log(to_path(url)))
+    assert [point[2] for point in run.values["loss"]] == [1.0, 0.5]
+    assert read_manifest(to_path(url) / "checkpoints" / "checkpoint_0").about["iteration"] == 0

@@ -1,0 +1,322 @@
+"""Saves to an object store that are killed, or whose requests fail: every commit loads, and what is said is true.
+
+`python -m tests.sweep.store_faults kills --count 200` and `... errors --count 500`; `--seed` draws others. Each kill is of a process
+at one of its requests: before it is forwarded, in the middle of its body, or before its answer. Each error is met by one request of
+a save or a load, or by several in a row. Parts are of 256 KiB here, and the states have five of them.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.checkpoint import folders
+from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import read_state, verify
+from headway.checkpoint.saving.lock import Locks
+from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.saving.writer import SavePolicy
+from headway.checkpoint.state import CollectedState
+from headway.common import scope
+from headway.common.object_path import to_path
+from headway.errors import CheckpointError
+from headway.runtime import process
+from headway.runtime.collectives.checked import Collectives
+from tests.distributed.ranks import free_port
+from tests.stores import server
+from tests.stores.proxy import FAULTS, KILLS, Proxy, Request
+from tests.stores.small_parts import make_small
+
+MOST_REQUESTS = 40
+"""A save has about thirty requests; a fault at one that does not come is drawn again."""
+SECONDS = 60.0
+
+
+def state(value: int) -> CollectedState:
+    tensors = {f"model/0/{i}": torch.full((100_000,), float(value)) for i in range(3)}
+    tensors["optimizer/0/0/exp_avg"] = torch.full((3000,), float(value))
+    return CollectedState(tensors, {}, {"value": value})
+
+
+def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -> str:
+    """What came of a save by this rank: "saved", or why not."""
+    runtime = process.start(cpu=True)
+    saver = Saver(runtime, Collectives(runtime))
+    parent = to_path(root)
+    try:
+        saver.hold(parent, "run")
+        final = parent / ("checkpoint_1" if is_same_name else f"checkpoint_{value}")
+        saver.save(
+            final,
+            state(value),
+            {"value": value, "name": final.name, "run": "run"},
+            SavePolicy(1, (), True, is_blocking, 20),
+        )
+        saver.wait()
+    except CheckpointError as error:
+        return f"refused: {error}"
+    return "saved"
+
+
+def found_value(root: str) -> int:
+    """The value of the newest checkpoint, every byte of which is read and compared; 0: there is none."""
+    there = folders.committed(to_path(root))
+    if not there:
+        return 0
+    manifest = verify(there[0])
+    tensors, _ = read_state(there[0], manifest, False)
+    value = int(manifest.state["value"])
+    assert all(bool((each == value).all()) for each in tensors.values()), "values of two saves are mixed"
+    return value
+
+
+def left_over(port: int, root: str) -> list[str]:
+    """Keys that belong to no checkpoint."""
+    parent = to_path(root)
+    named = {f"{parent.key}/latest"}
+    for folder in folders.committed(parent):
+        named.add(f"{folder.key}/manifest.json")
+        for written in read_manifest(folder).files.values():
+            parts = range(max(1, -(-written.num_bytes // 2**18)))
+            named.update((folder / written.name).part(number) for number in parts)
+    return [key for key in server.keys(port, f"{parent.key}/") if key not in named]
+
+
+@dataclass
+class Told:
+    """What came of the cases.
+
+    Attributes:
+        until: when no more are begun, by the monotonic clock.
+    """
+
+    until: float
+    came: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, what: str, problems: list[str]) -> None:
+        self.came[what] += 1
+        self.problems += [f"{what}: {each}" for each in problems]
+        for each in problems:
+            print("PROBLEM", what, each, flush=True)
+
+
+# ---------------------------------------------------------------- kills
+
+
+def _victim(rank: int, world: int, port: int, proxies: list[int], gate: Any, root: str, value: int, is_blocking: bool,
+            is_same_name: bool) -> None:  # fmt: skip
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+    os.environ.update(server.environment(proxies[rank]))
+    with open(os.environ.get("STORE_FAULTS_LOG", os.devnull), "a") as sink:
+        os.dup2(sink.fileno(), 2)
+    faulthandler.dump_traceback_later(SECONDS / 2)
+    make_small()
+    torch.set_num_threads(1)
+    process.start(cpu=True)
+    gate.wait(SECONDS)
+    told = save(root, value, is_blocking, is_same_name)
+    os._exit(0 if told == "saved" else 7)
+
+
+def _killed_save(
+    proxies: list[Proxy], world: int, kind: str, number: int, root: str, is_blocking: bool, is_same: bool
+) -> bool:
+    """Save, killed there; whether the kill came."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    gate = context.Barrier(world)
+    port = free_port()
+    ranks = [
+        context.Process(
+            target=_victim, args=(r, world, port, [each.port for each in proxies], gate, root, 2, is_blocking, is_same)
+        )
+        for r in range(world)
+    ]
+    for each in proxies:
+        each.reset()
+    victim = number % world
+    proxies[victim].judge = lambda request: kind if request.number == number else None
+    for rank, each in enumerate(ranks):
+        each.start()
+        if rank == victim:
+            proxies[victim].victim = each.pid
+    ranks[victim].join(SECONDS)
+    has_come = bool(proxies[victim].met)
+    for each in ranks:  # as a launcher ends those that are left
+        if has_come:
+            each.kill()
+        each.join(SECONDS)
+        if each.is_alive():
+            each.kill()
+            each.join()
+    return has_come
+
+
+def kills(port: int, count: int, seed: int, told: Told) -> None:
+    """So many kills, each of a save that follows a first one; the next save must find everything in order, and leave nothing."""
+    draw = random.Random(seed)
+    with Proxy(port) as first, Proxy(port) as second:
+        case = 0
+        while sum(told.came.values()) < count and time.monotonic() < told.until:
+            case += 1
+            world, kind = draw.choice((1, 2)), draw.choice(KILLS)
+            number, is_blocking, is_same = draw.randint(1, MOST_REQUESTS), draw.random() < 0.5, draw.random() < 0.5
+            root = f"s3://{server.BUCKET}/kill_{case}"
+            assert save(root, 1, True) == "saved"
+            let_go()
+            while not _killed_save([first, second][:world], world, kind, number, root, is_blocking, is_same):
+                number = max(1, number // 2)  # the save survived
+                save(root, 1, True, True)
+                let_go()
+            problems, value = [], -1
+            try:
+                value = found_value(root)
+                if value not in (1, 2):
+                    problems.append(f"{value} is loaded")
+                if (answer := save(root, 3, True)) != "saved":
+                    problems.append(f"the next save: {answer}")
+                let_go()
+                if found_value(root) != 3:
+                    problems.append("the next save is not what is loaded")
+                if left := left_over(port, root):
+                    problems.append(f"left over: {left}")
+            except Exception as error:
+                problems.append(f"{type(error).__name__}: {error}")
+            told.note(
+                f"{kind}, {'old' if value == 1 else 'new'}",
+                [f"{each} (case {case}, request {number}, {world} ranks)" for each in problems],
+            )
+
+
+def let_go() -> None:
+    """Leave the place to the next process."""
+    scope.own(Locks).release()
+
+
+# ---------------------------------------------------------------- errors
+
+
+def errors(port: int, count: int, seed: int, told: Told) -> None:
+    """So many faulty requests, in saves and in loads of one process."""
+    draw = random.Random(seed)
+    with Proxy(port, hang=3.0) as proxy:
+        os.environ.update(server.environment(proxy.port, patience=6, timeout=2))
+        scope.clear()
+        root, value, injected = f"s3://{server.BUCKET}/errors", 1, 0
+        assert save(root, value, True) == "saved"
+        while sum(told.came.values()) < count and time.monotonic() < told.until:
+            kind, number = draw.choice(FAULTS), draw.randint(1, MOST_REQUESTS)
+            several = draw.choice((1, 1, 1, 1, 1, 2, 2, 3, 3, 1000))  # the last: until it is given up
+            if kind == "lost listing":
+                number = 1
+            is_load, is_blocking = draw.random() < 0.25, draw.random() < 0.5
+            proxy.reset()
+            proxy.judge = _judge(kind, number, several)
+            answer = _load(root, value) if is_load else save(root, value + 1, is_blocking)
+            met = len(proxy.met)
+            proxy.reset()
+            injected += met
+            if not met:
+                value += not is_load and answer == "saved"
+                continue
+            problems = []
+            try:
+                found = found_value(root)
+                problems += _judged(answer, is_load, found, value)
+                value = found
+                if answer != "saved" and not is_load:
+                    value += 1
+                    if (again := save(root, value, True)) != "saved":
+                        problems.append(f"the next save: {again}")
+                left = [key for key in left_over(port, root) if not is_load]
+                # Of a commit whose removals were not let through, until the next save.
+                if left and save(root, value := value + 1, True) == "saved" and (left := left_over(port, root)):
+                    problems.append(f"left over: {left}")
+            except Exception as error:
+                problems.append(f"{type(error).__name__}: {error}")
+            outcome = "load" if is_load else "save"
+            told.note(
+                f"{kind}, {outcome} {answer.split(':')[0]}",
+                [f"{each} (request {number}, {several} in a row)" for each in problems],
+            )
+        print(f"{injected} requests were faulty")
+        let_go()
+
+
+def _judge(kind: str, number: int, several: int) -> Any:
+    seen = [0]
+
+    def judge(request: Request) -> str | None:
+        if kind == "lost listing" and not request.is_listing:
+            return None
+        if request.number >= number and seen[0] < several:
+            seen[0] += 1
+            return kind
+        return None
+
+    return judge
+
+
+def _load(root: str, value: int) -> str:
+    try:
+        return "saved" if found_value(root) == value else "another value"
+    except CheckpointError as error:
+        return f"refused: {error}"
+
+
+def _judged(answer: str, is_load: bool, found: int, value: int) -> list[str]:
+    if is_load:
+        return (
+            []
+            if answer.startswith(("saved", "refused")) and found == value
+            else [f"{answer}; then {found} for {value}"]
+        )
+    if answer == "saved" and found != value + 1:
+        return [f"said to be saved, and {found} is loaded"]
+    # The store may have taken the manifest where its answer was never heard: then the checkpoint is there, whole.
+    return [] if found in (value, value + 1) else [f"{found} is loaded"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("kills", "errors"))
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more cases after that time")
+    asked = parser.parse_args(arguments)
+    began = time.monotonic()
+    told = Told(began + asked.seconds)
+    make_small()
+    with server.running() as port:
+        os.environ.update(server.environment(port))
+        scope.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            (kills if asked.what == "kills" else errors)(port, asked.count, asked.seed, told)
+    print(
+        json.dumps(
+            {
+                "what": asked.what,
+                "came": told.came,
+                "problems": told.problems,
+                "seconds": round(time.monotonic() - began),
+            }
+        )
+    )
+    return bool(told.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
