@@ -99,6 +99,8 @@ class ProjectConfiguration(KwargsHandler):
         overlap_saves: True: `save_state(blocking=False)` copies parameters and optimizer states beside the next forward and
             backward, and the optimizer's step waits for it. Nothing else may change them in between, such as a
             `weight.clamp_()` of yours: the save fails, or, where `.data` hides the change from torch, holds some of it.
+        keep_compiled: True: checkpoints hold what torch.compile has made, and `resume("latest")` takes it up, so that a run on a new
+            machine does not compile again. It is code, which runs: only what this user's key has sealed is taken.
     """
 
     project_dir: str | Path | None = None
@@ -111,6 +113,7 @@ class ProjectConfiguration(KwargsHandler):
     save_frozen: bool = True
     keep_in_memory: int = 0
     overlap_saves: bool = False
+    keep_compiled: bool = False
 
     def __post_init__(self) -> None:
         limit = self.total_limit

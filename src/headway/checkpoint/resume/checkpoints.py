@@ -109,8 +109,9 @@ def _take(method: str, name: str) -> None:
 
 
 if TYPE_CHECKING:
-    from headway.checkpoint.resume import memory, preemption
+    from headway.checkpoint.resume import compiled, memory, preemption
 else:
+    compiled = Later("headway.checkpoint.resume.compiled")
     memory = Later("headway.checkpoint.resume.memory")
     preemption = Later(
         "headway.checkpoint.resume.preemption"
@@ -155,6 +156,7 @@ class Checkpoints:
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._has_told_alone = False
         self._held: Path | None = None
+        self._collectives = collectives
         self._memory: memory.MemoryTier | None = None
         if project.keep_in_memory:
             self._memory = memory.MemoryTier(run_state, collectives, self.place, moments)
@@ -243,6 +245,8 @@ class Checkpoints:
         )
         last = self._last_hook()
         hooks = [*self._save_hooks.values(), *([] if last is None else [last])]
+        if place.project.keep_compiled and not is_alone:
+            hooks.append(lambda models, weights, staging: compiled.write(Path(staging), self._collectives))
         fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
         where = run.place(before)  # asks the user's objects, and the RNG states are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
@@ -420,6 +424,8 @@ class Checkpoints:
                 log.warning(_NOT_AUTOMATIC, self.place.parent())
             return None
         restored = self.load(folder, is_strict, changed)
+        if is_newest and self.place.project.keep_compiled and compiled.load(folder):
+            log.info("compiled code is taken from %s", folder)
         self._owes_epochs = True
         self._check_steps()
         return restored
