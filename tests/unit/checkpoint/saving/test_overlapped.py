@@ -14,19 +14,20 @@ from headway.errors import CheckpointError
 from tests.unit.checkpoint.reading import read_tensors
 
 
-def prepared(tmp_path, overlaps=True):
+def prepared(tmp_path, **options):
     torch.manual_seed(0)
-    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, overlap_saves=overlaps)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, overlap_saves=True)
+    accelerator = Accelerator(cpu=True, project_config=project, **options)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
 
 
 def update(accelerator, model, optimizer):
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.randn(16, 4)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    for rows in accelerator.microbatches(torch.randn(16, 4)):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def state(model, optimizer):
@@ -52,8 +53,9 @@ def late(monkeypatch):
     return began
 
 
-def test_a_step_waits_for_the_copy(tmp_path, late):
-    accelerator, model, optimizer = prepared(tmp_path)
+@pytest.mark.parametrize("microbatching", [None, "auto"])
+def test_a_step_waits_for_the_copy(microbatching, tmp_path, late):
+    accelerator, model, optimizer = prepared(tmp_path, microbatching=microbatching)
     update(accelerator, model, optimizer)
     wanted = state(model, optimizer)
     folder = accelerator.save_state(blocking=False)
