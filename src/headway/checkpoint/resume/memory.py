@@ -13,6 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,9 +145,14 @@ class MemoryTier:
         if not self._place.project.save_frozen:
             run.leave_frozen_out(content)
         steady = run.steady(content)
-        content = in_pieces(content)
-        job = replace(job, content=content, about=told[0][2])
-        taken = self._copies.take(content.tensors, job.own_names, steady)
+        try:
+            content = in_pieces(content)
+            job = replace(job, content=content, about=told[0][2])
+            taken = self._copies.take(content.tensors, job.own_names, steady)
+        except (CheckpointError, RuntimeError) as error:  # told at the next update
+            self._failure = f"{type(error).__name__}: {error}"
+            (job.staging / f".writing-{job.share.part}").unlink(missing_ok=True)
+            return
         self._job = replace(
             job,
             content=replace(content, tensors=taken.tensors),
@@ -259,6 +265,8 @@ class MemoryTier:
                 )
             except CheckpointError as error:
                 log.warning("a state in memory is passed over: %s", error, main_process_only=False)
+                with suppress(OSError):
+                    folders.remove(folder)
         return found
 
     def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
