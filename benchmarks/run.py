@@ -27,6 +27,7 @@ QUESTIONS = {
     "device_map": "How long does placing a model on devices take?",
     "meta_model": "How long does building a model without memory take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
+    "recovery": "What does it cost to keep each update in memory, to save beside the loop, and to compile again (or not)?",
     "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
     "sharded_checkpoint": "What do saving and loading a sharded model cost, beside torch.distributed.checkpoint?",
     "preemption_cost": "What does it cost a rank to be ready to stop?",

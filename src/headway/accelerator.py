@@ -361,7 +361,9 @@ class Accelerator(RankAware):
             self.local_training,
         )
         self._run_state = run_state
-        self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)
+        self._checkpoints = Checkpoints(
+            run_state, project, self._training_step.moments, self.collectives, self._last_save_hook
+        )
         self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
         place = self._checkpoints.place
         self._record = RunRecorder(

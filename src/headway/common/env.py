@@ -16,6 +16,9 @@ CONTROL = "HEADWAY_CONTROL"
 SECRET = "HEADWAY_SECRET"
 """Name of the variable that may hold the secret by which a run's machines and ranks know one another."""
 
+MEMORY = "HEADWAY_MEMORY"
+"""Name of the variable that tells a worker of a folder in shared memory, which the launcher's agent holds."""
+
 PAYLOAD = "HEADWAY_RUN"
 """Name of the variable that carries the launcher's JSON payload to a worker."""
 

@@ -26,6 +26,7 @@ from headway.config.run import Preemption, ProjectConfiguration
 from headway.config.values import did_you_mean
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.attendance import SAVE, Attendance, Attended
 from headway.runtime.device import is_kind
 from headway.training.hooks import StepHooks
@@ -109,8 +110,10 @@ def _take(method: str, name: str) -> None:
 
 
 if TYPE_CHECKING:
-    from headway.checkpoint.resume import preemption
+    from headway.checkpoint.resume import compiled, memory, preemption
 else:
+    compiled = Later("headway.checkpoint.resume.compiled")
+    memory = Later("headway.checkpoint.resume.memory")
     preemption = Later(
         "headway.checkpoint.resume.preemption"
     )  # where nobody listens for signals, nothing of it is needed
@@ -127,6 +130,7 @@ class Checkpoints:
         run_state: what is saved.
         project: where, and how many.
         moments: of the training step, some of which are checks' of what is saved or resumed.
+        collectives: among all ranks.
         last_hook: gives a hook that is called after all those of `add_save_hook`; None: there is none.
 
     Attributes:
@@ -139,6 +143,7 @@ class Checkpoints:
         run_state: RunState,
         project: ProjectConfiguration,
         moments: StepHooks,
+        collectives: Collectives,
         last_hook: Callable[[], SaveHook | None] = lambda: None,
     ) -> None:
         self.place = CheckpointFolder(project, run_state.saver)
@@ -152,6 +157,12 @@ class Checkpoints:
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._has_told_alone = False
         self._held: Path | None = None
+        self._collectives = collectives
+        self._memory: memory.MemoryTier | None = None
+        if project.keep_in_memory:
+            self._memory = memory.MemoryTier(run_state, collectives, self.place, moments)
+        if project.overlap_saves:
+            moments.before_update.append(run_state.saver.settle)
         if project.automatic_checkpoint_naming:
             run_state.expect_saves()
             moments.before_learning.append(self._hold_at_first)
@@ -244,9 +255,12 @@ class Checkpoints:
             place.is_automatic,
             is_blocking,
             is_alone=is_alone,
+            steady=frozenset(run.steady(collected)) if place.project.overlap_saves and not is_blocking else frozenset(),
         )
         last = self._last_hook()
         hooks = [*self._save_hooks.values(), *([] if last is None else [last])]
+        if place.project.keep_compiled and not is_alone:
+            hooks.append(lambda models, weights, staging: compiled.write(Path(staging), self._collectives))
         fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
         where = run.place(before)  # asks the user's objects, and the RNG states are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
@@ -303,6 +317,8 @@ class Checkpoints:
 
     def stop_watching(self) -> None:
         """Leave signals and deadlines alone from now on, and the folder to others until something is trained or saved again."""
+        if self._memory is not None:
+            self._memory.settle()
         if self.guard is not None:
             self.guard.stop()
             self._run.ask_before_batches(None)
@@ -397,8 +413,13 @@ class Checkpoints:
             )
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)
+        if self._memory is not None:
+            self._memory.settle()
         restored = self._run.load(folder, is_strict, tuple(self._load_hooks.values()), meant)
-        self.place.go_on_from(folder, restored.about.get("iteration"))
+        iteration = restored.about.get("iteration")
+        if self._memory is not None and self._memory.holds(folder):  # before the checkpoint of that number
+            folder, iteration = self.place.parent() / folder.name, int(iteration or 0) - 1
+        self.place.go_on_from(folder, iteration)
         log.info(str(restored))
         return restored
 
@@ -407,7 +428,7 @@ class Checkpoints:
     ) -> Restored | None:
         """Go on from a checkpoint where there is one."""
         is_newest = str(checkpoint) == "latest"
-        folder = self.place.newest(run) if is_newest else to_path(checkpoint).expanduser().absolute()
+        folder = self._newest(run) if is_newest else to_path(checkpoint).expanduser().absolute()
         if folder is None:
             if self.place.is_automatic:
                 log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
@@ -415,9 +436,22 @@ class Checkpoints:
                 log.warning(_NOT_AUTOMATIC, self.place.parent())
             return None
         restored = self.load(folder, is_strict, changed)
+        if is_newest and self.place.project.keep_compiled and compiled.load(folder):
+            log.info("compiled code is taken from %s", folder)
         self._owes_epochs = True
         self._check_steps()
         return restored
+
+    def _newest(self, run: str | None) -> Path | None:
+        """The newest state, in memory or on the disk."""
+        kept = None if self._memory is None else self._memory.newest()
+        try:
+            folder = self.place.newest(run)
+        except CheckpointError:
+            if kept is None:
+                raise
+            folder = None
+        return kept if kept is not None and self._memory and self._memory.is_newer(kept, folder) else folder
 
     # ---------------------------------------------------------------- epochs
 

@@ -29,7 +29,7 @@ from headway.checkpoint.resume.positions import (
 )
 from headway.checkpoint.resume.saved import SavedRun, read_run
 from headway.checkpoint.saving.saver import Saver
-from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect
+from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect, parameter_names
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -44,6 +44,7 @@ from headway.training.prepared.prepare import Preparation
 from headway.training.step import TrainingStep
 from headway.training.windows import UpdateClock
 from headway.version import __version__
+from headway.weights.pieces import is_spread
 
 log = get_logger(__name__)
 
@@ -56,6 +57,7 @@ class RunState:
         local: what each rank has of its own under local SGD.
         notes: what other parts want to find in each manifest again.
         evaluations: where a save in an evaluation goes back to.
+        before_batches: called with a loader that updates are made from before each of its batches, where none is in hand.
         run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
@@ -82,6 +84,7 @@ class RunState:
         self.notes: dict[str, Any] = {}
         self.run_id: str | None = None
         self._ask: Callable[[PreparedLoader], None] | None = None
+        self.before_batches: list[Callable[[PreparedLoader], None]] = []
         self._passes = TrainingPasses(self.windows, lambda: preparation.loaders)
         self.evaluations = EvaluationStarts(
             self.windows, lambda: preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
@@ -152,6 +155,9 @@ class RunState:
             self.evaluations.note(loader)
             if is_free:
                 self._ask(loader)
+        if self.before_batches and is_free and loader.seed in trained_on:
+            for each in self.before_batches:
+                each(loader)
 
     def _check_told(self) -> None:
         """A save in this epoch told that it was over: is something trained all the same?"""
@@ -246,6 +252,33 @@ class RunState:
         about = about | {"saved_by": [self.runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
         return collected, about
+
+    def collect_own(self) -> tuple[CollectedState, dict[str, Any]]:
+        """The state between two windows with nothing but this rank's own loaders and RNG states; no rank is asked for anything."""
+        collected, about = self.collect(None, is_alone=True)
+        collected.state["run"]["exchange_orders"] = [self._strategy.exchange_order(each) for each in self.models]
+        self.seal(collected, None, is_alone=True)
+        return collected, {key: value for key, value in about.items() if key != "saved_by"}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Is anything of the models spread over ranks?"""
+        return any(is_spread(value) for model in self._bare_models() for _, value in self._strategy.export_state(model))
+
+    def leave_frozen_out(self, collected: CollectedState) -> None:
+        """Put digests in the place of frozen weights; every rank calls it."""
+        self._frozen.take_out(collected, self._bare_models(), is_alone=False)
+
+    def steady(self, collected: CollectedState) -> set[str]:
+        """Names of tensors that only an optimizer's step changes: parameters and what optimizers keep of them."""
+        if self.local.has_parted or any(self.local.steps()):
+            return set()  # there averages change them too
+        parameters = {f"model/{name}" for name in parameter_names(self._bare_models()).values()}
+        return {
+            name
+            for name in collected.tensors
+            if name in parameters or (name.startswith("optimizer/") and name.split("/", 3)[2] != "groups")
+        }
 
     def _collect_own(
         self, before: EvaluationStart | None, is_unfinished: bool, is_alone: bool

@@ -12,7 +12,7 @@ Its files travel in bounded pieces from one machine that holds it, are forced to
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,21 @@ from headway.weights.pieces import is_spread
 _PIECE = 16 * 2**20
 
 
-def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: Collectives) -> None:
-    """Bring the checkpoint to the machines that lack it; every rank calls it.
+def hand_on(
+    folder: Path,
+    holders: Sequence[bool],
+    is_lead: bool,
+    collectives: Collectives,
+    files: Sequence[Collection[str]] | None = None,
+) -> None:
+    """Bring the checkpoint to the machines that lack it, or some of its files; every rank calls it.
 
     Args:
         folder: its folder, by the name it has on this rank's disk.
         holders: for each rank, whether its disk has it.
         is_lead: is this rank the one of its machine that writes?
         collectives: all ranks.
+        files: for each rank, those of its files that are on that disk; None: a disk that has it has all of them.
 
     Raises:
         CheckpointError: on every rank, where it could not be read on the one side or written on the other.
@@ -56,7 +63,9 @@ def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: C
     manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
     staging = folders.staging_folder(folder, nonce)
-    is_receiver = is_lead and not holders[collectives.rank]
+    held = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
+    own = held[collectives.rank]
+    is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
     failures: list[str] = []
 
     def attempt(act: Callable[..., Any], *given: Any) -> Any:
@@ -67,11 +76,18 @@ def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: C
             failures.append(f"{type(error).__name__}: {error}")
             return None
 
+    for name in own if is_receiver else ():
+        attempt(_link, folder / name, staging / name)
     for name, written in manifest.files.items():
+        has = [name in each for each in held]
+        if all(has):
+            continue
+        source = has.index(True)
+        is_source = collectives.rank == source
         pieces = _pieces(folder / name)
         for start in range(0, max(1, written.num_bytes), _PIECE):
             piece = collectives.broadcast_object(attempt(next, pieces, b"") or b"" if is_source else b"", source)
-            if is_receiver:
+            if is_receiver and name not in own:
                 attempt(_append, staging / name, piece, start == 0)
     if is_receiver:
         attempt(_commit, staging, folder, manifest)
@@ -86,6 +102,11 @@ def _pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
             yield piece
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.link(source, target)
 
 
 def _append(path: Path, piece: bytes, is_first: bool) -> None:
@@ -225,7 +246,9 @@ class Saver:
             if not job.policy.is_alone:
                 self._after(job)
             return
-        taken = self._snapshot.take(job.content.tensors, job.own_names)
+        steady = job.policy.steady
+        given = job.content.tensors, job.own_names
+        taken = self._snapshot.overlap(*given, steady) if steady else self._snapshot.take(*given)
         job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
         if job.policy.is_alone:
             self._alone.start(job)
@@ -304,6 +327,10 @@ class Saver:
             )
         if job.share.is_own_disk and job.share.leads:
             job.rotate()
+
+    def settle(self) -> None:
+        """Before an optimizer's step: wait until a save behind the loop has copied what that changes."""
+        self._snapshot.settle()
 
     def poll(self) -> None:
         """Raise the error of a save behind the loop, if there is one.

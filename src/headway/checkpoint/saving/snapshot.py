@@ -8,9 +8,10 @@ others, only that they found the same (a hash). Of other pieces each rank knows 
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +20,7 @@ from headway.checkpoint.format.manifest import TensorEntry
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import transfers
-from headway.runtime.transfers import StreamPoint, arenas
+from headway.runtime.transfers import CopyStream, StreamPoint, arenas
 from headway.weights.pieces import ShardPiece, TensorSplit
 from headway.weights.shards import bits, dtype_name
 
@@ -30,6 +31,99 @@ _Key = tuple[str, int]
 """A tensor's name, and the number of its box."""
 
 
+class SavePoint(Protocol):
+    """Something that a save waits for."""
+
+    def wait(self) -> None:
+        """Hold the calling thread until it has come."""
+
+
+class SteadyTensors:
+    """Tensors of the host that are read behind the loop, while nothing should change them.
+
+    Torch counts the changes of a tensor in place, but for those through `.data`.
+
+    Args:
+        tensors: what is read.
+    """
+
+    def __init__(self, tensors: Mapping[_Key, torch.Tensor]) -> None:
+        self._tensors = [(name, tensor, tensor._version) for (name, _), tensor in tensors.items()]
+
+    def confirm(self) -> None:
+        """They are as they were.
+
+        Raises:
+            CheckpointError: naming the first that is not.
+        """
+        for name, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise CheckpointError(
+                    f"{name} was changed while it was saved, and not by an optimizer of this Accelerator; nothing was kept"
+                )
+
+
+class OverlappedCopy:
+    """Copies from host to host, made by the thread of a save beside the loop's next forward and backward, or by whoever comes first.
+
+    Args:
+        pairs: (where to, where from).
+        steady: those that are copied.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], steady: SteadyTensors) -> None:
+        self._pairs = list(pairs)
+        self._steady = steady
+        self._lock = threading.Lock()
+        self._failure: CheckpointError | None = None
+
+    def settle(self) -> None:
+        """They are made when this returns."""
+        with self._lock:
+            if not self._pairs:
+                return
+            for target, source in self._pairs:
+                bits(target).copy_(bits(source))
+            self._pairs.clear()
+            try:
+                self._steady.confirm()
+            except CheckpointError as error:
+                self._failure = error
+
+    def wait(self) -> None:
+        """The same, for who writes them.
+
+        Raises:
+            CheckpointError: a tensor had changed meanwhile.
+        """
+        self.settle()
+        if self._failure is not None:
+            raise self._failure
+
+
+@dataclass(frozen=True)
+class QueuedCopy:
+    """Copies from a device in a queue of their own.
+
+    Attributes:
+        done: where they end.
+        device: the device.
+        sources: what is copied, which must not be freed before.
+    """
+
+    done: StreamPoint
+    device: torch.device
+    sources: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        """Hold the calling thread until they are made."""
+        self.done.wait()
+
+    def settle(self) -> None:
+        """Let what the device computes from now on wait for them; the host goes on."""
+        torch.accelerator.current_stream(self.device).wait_event(self.done.event)
+
+
 @dataclass(frozen=True)
 class StateSnapshot:
     """A snapshot.
@@ -37,10 +131,12 @@ class StateSnapshot:
     Attributes:
         tensors: copies on the host; tensors without memory (meta) stand for those of other ranks, and for their boxes.
         arrivals: the copies are complete when every device has come to its point.
+        steady: what was not copied.
     """
 
     tensors: dict[str, torch.Tensor | ShardPiece]
-    arrivals: tuple[StreamPoint, ...]
+    arrivals: tuple[SavePoint, ...]
+    steady: SteadyTensors
 
 
 class HostCopies:
@@ -59,20 +155,65 @@ class HostCopies:
         self._mark = mark
         self._allocate = allocate
         self._buffers: dict[_Key, torch.Tensor] = {}
+        self._under_way: list[OverlappedCopy | QueuedCopy] = []
+        self._streams: dict[torch.device, CopyStream] = {}
 
-    def take(self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str]) -> StateSnapshot:
-        """Copy those of the names, and of pieces the boxes that this rank writes.
+    def settle(self) -> None:
+        """Before something changes what `overlap` copies: wait for it, on the host or in the device's queue."""
+        while self._under_way:
+            self._under_way.pop().settle()
+
+    def overlap(
+        self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str]
+    ) -> StateSnapshot:
+        """As `take`, but `steady` ones are copied beside what follows, until `settle`.
+
+        The thread that waits for the snapshot's arrivals does it, or the device in a queue of its own.
+        """
+        self.settle()
+        own = {key: tensor.detach() for key, tensor in _written(tensors, names)}
+        later = {key: each for key, each in own.items() if key[0] in steady and not each.is_inference()}
+        buffers = self._buffers if self._fit(own) else self._make(own)
+        now = {key: each for key, each in own.items() if key not in later}
+        arrivals: list[SavePoint] = [*self._queue(now, buffers)]
+        for device in dict.fromkeys(each.device for each in later.values()):
+            here = {key: each for key, each in later.items() if each.device == device}
+            pairs = [(buffers[key], each) for key, each in here.items()]
+            copy = OverlappedCopy(pairs, SteadyTensors(here)) if device.type == "cpu" else self._aside(device, pairs)
+            arrivals.append(copy)
+            self._under_way.append(copy)
+        taken = {name: _taken(name, each, buffers) for name, each in tensors.items()}
+        return StateSnapshot(taken, tuple(arrivals), SteadyTensors({}))
+
+    def _aside(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> QueuedCopy:
+        stream = self._streams.setdefault(device, CopyStream(device))
+        stream.begin(stream.here())
+        for target, source in pairs:
+            stream.copy(bits(target), bits(source))
+        return QueuedCopy(stream.end(), device, tuple(source for _, source in pairs))
+
+    def take(
+        self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str] = ()
+    ) -> StateSnapshot:
+        """Copy those of the names, and of pieces the boxes that this rank writes; on the host, `steady` ones are left where they are.
 
         On every device that holds any, the copies are queued, and not waited for.
         Whatever changes a tensor later is queued behind its copy, on the stream that is current now for its device.
         """
-        own = {key: tensor.detach() for key, tensor in _written(tensors, names)}
+        written = {key: tensor.detach() for key, tensor in _written(tensors, names)}
+        kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
+        own = {key: each for key, each in written.items() if key not in kept}
         buffers = self._buffers if self._fit(own) else self._make(own)
+        arrivals = self._queue(own, buffers)
+        found = {**buffers, **kept}
+        taken = {name: _taken(name, each, found) for name, each in tensors.items()}
+        return StateSnapshot(taken, arrivals, SteadyTensors(kept))
+
+    def _queue(self, own: Mapping[_Key, torch.Tensor], buffers: Mapping[_Key, torch.Tensor]) -> tuple[StreamPoint, ...]:
         for key, tensor in own.items():
             bits(buffers[key]).copy_(bits(tensor), non_blocking=True)
         devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
-        arrivals = tuple(point for device in devices if (point := self._arrival(device)) is not None)
-        return StateSnapshot({name: _taken(name, each, buffers) for name, each in tensors.items()}, arrivals)
+        return tuple(point for device in devices if (point := self._arrival(device)) is not None)
 
     def _arrival(self, device: torch.device) -> StreamPoint | None:
         try:
@@ -110,6 +251,10 @@ class HostCopies:
                 made[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._buffers = made
         return made
+
+
+def _is_countable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_inference()
 
 
 def _written(

@@ -11,7 +11,7 @@ collective while the loop trains, and leaves nothing that a later save does not 
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,13 @@ from headway.checkpoint import folders
 from headway.checkpoint.format.chunks import TensorChunk, file_of
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
-from headway.checkpoint.saving.snapshot import ShardedTensors, entries, pattern_of
+from headway.checkpoint.saving.snapshot import SavePoint, ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
 from headway.common.object_path import ObjectPath
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
-from headway.runtime.transfers import StreamPoint
 from headway.weights.pieces import ShardPiece
 from headway.weights.shards import dtype_name
 
@@ -50,6 +49,8 @@ class SavePolicy:
         is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
         timeout: seconds to wait for the other ranks' parts.
         is_alone: this rank saves, and no other knows of it: nothing is asked or told, and all of it is written here.
+        steady: names of tensors that only an optimizer's step changes, which waits: they may be copied behind the loop.
+        is_told: the log and whoever listens hear of it, and the file `latest` names it.
     """
 
     keep: int | None = None
@@ -58,6 +59,8 @@ class SavePolicy:
     is_blocking: bool = True
     timeout: float = 600.0
     is_alone: bool = False
+    steady: frozenset[str] = frozenset()
+    is_told: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class SaveJob:
         policy: what is kept beside it.
         source: whose state it is, for who hears of the commit.
         arrivals: the content is complete when devices have come to these points; empty: it is.
+        confirm: called when this rank's part is written; raises where what it was written from has changed meanwhile.
+        spread: called after that, before the commit: brings the part elsewhere, and others here.
     """
 
     final: Path
@@ -99,7 +104,9 @@ class SaveJob:
     about: Mapping[str, Any]
     policy: SavePolicy
     source: object = None
-    arrivals: tuple[StreamPoint, ...] = ()
+    arrivals: tuple[SavePoint, ...] = ()
+    confirm: Callable[[], None] = lambda: None
+    spread: Callable[[], None] = lambda: None
 
     @property
     def own_names(self) -> frozenset[str]:
@@ -223,17 +230,20 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     plan = plan_files(job.content.tensors, job.share.num_parts)
     if job.share.part is not None:
         _write_part(job, plan[job.share.part])
+    job.spread()
     if not job.share.leads:
         return None
     with (wait or SaveWait()).collecting():
         files, told = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
-    _prove(manifest)
+    if job.policy.is_told:  # what is kept in memory replaces nothing, and is compared when it is loaded
+        _prove(manifest)
     folders.commit(job.staging, job.final, manifest)
     # It is committed: nothing that fails now may say otherwise.
     try:
-        folders.point_latest(job.final)
+        if job.policy.is_told:
+            folders.point_latest(job.final)
     except (OSError, ValueError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     try:
@@ -241,6 +251,8 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
             job.rotate()
     except (OSError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
+    if not job.policy.is_told:
+        return manifest
     notify(
         "checkpoint",
         step=job.about.get("num_updates"),
@@ -264,6 +276,7 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
         for file, tensors in parts.items():
             written.append(write_shard(job.staging / file, tensors, job.share.num_parts))
             prove_shard(job.staging / file, tensors)
+        job.confirm()
         told = {"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **spread.told()}
         working.write_text(json.dumps(told))
         working.replace(done)

@@ -35,6 +35,7 @@ from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
 from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.agent.records import PreemptedRun, find_preempted
+from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.machine import MemoryWatch
 from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
@@ -295,10 +296,11 @@ class Agent(LocalElasticAgent):
         timer.start()
 
     def kill(self) -> None:
-        """End the workers and their children at once."""
+        """End the workers and their children at once, and with them the run."""
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        self._files.memory.remove()
 
     def end(self) -> None:
         """Stop the threads before Python does."""
@@ -447,7 +449,7 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
 def run(order: AgentOrder) -> int:
     """Carry out the order; return the exit code."""
     silence_elastic()
-    scratch = tempfile.mkdtemp(prefix="headway-")
+    scratch, memory = tempfile.mkdtemp(prefix="headway-"), SharedMemory()
     agent: Agent | None = None
     if order.log_dir is not None:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
@@ -457,7 +459,7 @@ def run(order: AgentOrder) -> int:
         rendezvous.use_interface(order)
         seal = Seal(users_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
         handler = rendezvous.handler_for(order, _say, seal)
-        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)), seal)
+        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch), memory), seal)
         kill_when_stuck(agent, order.grace, GRACE + 5, _say)
         code = agent.finish(agent.run().is_failed())
         handler.shutdown()
@@ -481,6 +483,7 @@ def run(order: AgentOrder) -> int:
         if agent is not None:
             agent.end()
         shutil.rmtree(scratch, ignore_errors=True)
+        memory.remove()
 
 
 def main(args: Sequence[str]) -> None:

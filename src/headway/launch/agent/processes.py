@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway.common import env
 from headway.launch.agent.records import RankExit, read_record
+from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import progress
 from headway.runtime import pulse
@@ -146,8 +147,9 @@ def _send(pid: int, number: int) -> None:
 class RankFiles(LogsSpecs):
     """Where each rank's output and its record of an exception go: a folder per attempt, a file per rank."""
 
-    def __init__(self, order: AgentOrder, scratch: Path) -> None:
+    def __init__(self, order: AgentOrder, scratch: Path, memory: SharedMemory) -> None:
         super().__init__(order.log_dir)
+        self.memory = memory
         self._order = order
         self._scratch = scratch
         self.records: dict[int, Path] = {}
@@ -174,6 +176,7 @@ class RankFiles(LogsSpecs):
             variables["TORCHELASTIC_ERROR_FILE"] = str(record)
             variables.update(self._order.variables)
             variables[env.CONTROL] = self.control
+            variables[env.MEMORY] = self.memory.folder
             self.pulses[local_rank] = record.with_suffix(".pulse")
             pulse.create(self.pulses[local_rank])
             variables[pulse.VARIABLE] = str(self.pulses[local_rank])

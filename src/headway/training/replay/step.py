@@ -159,6 +159,8 @@ class PieceStep(TrainingStep):
             is_permitted = self.guard.permits()
             return lambda: is_permitted and strategy.step(optimizer, self.precision, None)
 
+        for check in self.moments.before_update:
+            check()
         return self.transaction.step(optimizer, attempt, closure)
 
     def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:

@@ -1,0 +1,80 @@
+"""States kept in memory: a kill costs one update at most, to the bit; a flipped byte falls back; nothing is left behind."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from headway import ProjectConfiguration
+from headway.errors import ConfigError
+from headway.launch.agent.shared_memory import SharedMemory
+from tests.sweep import memory
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict:
+    """Undisturbed runs, which keep nothing in memory, by layout."""
+    made: dict = {}
+
+    def run(layout: str) -> list:
+        if layout not in made:
+            made[layout] = memory.launch(tmp_path_factory.mktemp(layout) / "whole", layout, "0", 0, 0)
+        return made[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", memory.LAYOUTS)
+def test_a_killed_worker_loses_one_update_at_most(layout, whole, tmp_path):
+    outcome = memory.compare(memory.launch(tmp_path / "cut", layout, "1", 3, 1), whole(layout))
+    assert outcome.problems == []
+    assert len(outcome.lost) == 3
+    assert max(outcome.lost) <= 1
+    assert all(outcome.from_memory)
+
+
+@pytest.mark.parametrize("damage", ["newest", "all"])
+def test_a_flipped_byte_falls_back(damage, whole, tmp_path):
+    told = memory.launch(tmp_path / "cut", "ddp", "2", 3, 1, damage)
+    outcome = memory.compare(told, whole("ddp"))
+    assert outcome.problems == []
+    if damage == "all":  # to the disk, or to the start where nothing is there yet
+        assert not any(outcome.from_memory)
+    else:  # to the state before it
+        assert all(outcome.from_memory)
+        assert max(outcome.lost) <= 2
+    assert "is damaged" in (tmp_path / "cut" / "stderr").read_text()
+
+
+def test_the_memory_is_given_back(whole, tmp_path):
+    memory.launch(tmp_path / "cut", "ddp", "1", 1, 1)
+    folder = Path((tmp_path / "cut" / "folder").read_text())
+    assert folder.name.startswith("headway-memory-")
+    assert not folder.exists()
+
+
+def test_a_folder_is_its_agents_while_that_lives(tmp_path):
+    held = SharedMemory(tmp_path)
+    left = tmp_path / "headway-memory-left"  # of an agent that was killed
+    left.mkdir()
+    (left / "file").touch()
+    other = SharedMemory(tmp_path)
+    assert not left.exists()
+    assert Path(held.folder).is_dir()
+    assert os.stat(held.folder).st_mode & 0o077 == 0
+    handle = os.open(held.folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(handle)
+    held.remove()
+    other.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert SharedMemory(tmp_path / "absent").folder == ""
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ConfigError, match="keep_in_memory=-1"):
+        ProjectConfiguration("run", automatic_checkpoint_naming=True, keep_in_memory=-1)
+    with pytest.raises(ConfigError, match="automatic_checkpoint_naming"):
+        ProjectConfiguration("run", keep_in_memory=1)
