@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from headway.training import forecast as forecasts
     from headway.training import throughput, weight_stream
     from headway.training.checks import finite
+    from headway.training.checks import spikes as spike_checks
     from headway.training.replay import step as replay
     from headway.training.transforms import activation_checkpointing as recompute
     from headway.training.transforms import compiling
@@ -106,6 +107,7 @@ else:
     throughput = Later("headway.training.throughput")
     weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
+    spike_checks = Later("headway.training.checks.spikes")
     forecasts = Later("headway.training.forecast")
 
 log = get_logger(__name__)
@@ -145,7 +147,7 @@ class Accelerator(RankAware):
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
-        on_non_finite: "skip", "stop" or "raise" before an update from a loss or gradient that is nan or infinite; or a
+        on_non_finite: "skip", "stop", "raise" or "explain" before an update from a loss or gradient that is nan or infinite; or a
             `NonFinitePolicy`. None: the first such loss is told, and training goes on.
         log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
             instance of `headway.Tracker`, or a list of these.
@@ -153,6 +155,8 @@ class Accelerator(RankAware):
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
             (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
+        on_spike: "skip" or "go_back" where a loss or gradient norm is far above those of the last updates; or a `SpikePolicy`.
+            None: nobody looks.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -198,6 +202,7 @@ class Accelerator(RankAware):
         on_non_finite: "str | finite.NonFinitePolicy | None" = None,
         preemption: Preemption | bool | None = None,
         strategy: str | None = None,
+        on_spike: "str | spike_checks.SpikePolicy | None" = None,
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
@@ -227,7 +232,7 @@ class Accelerator(RankAware):
         self._events = LoaderEvents()
         neighbours = runtime.scope.own(AcceleratorRegistry)
         divides = loss_policy or LossPolicy()
-        self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
+        self._training_step = self._build_step(plugin, divides, (on_non_finite, on_spike), cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
@@ -279,7 +284,7 @@ class Accelerator(RankAware):
         self,
         plugin: GradientAccumulationPlugin,
         policy: LossPolicy,
-        on_non_finite: "str | finite.NonFinitePolicy | None",
+        guards: "tuple[str | finite.NonFinitePolicy | None, str | spike_checks.SpikePolicy | None]",
         cuts_batches: bool,
         neighbours: AcceleratorRegistry,
     ) -> TrainingStep:
@@ -292,13 +297,20 @@ class Accelerator(RankAware):
             partial(neighbours.loader_beside, prepared),
         )
         skips = SkippedUpdates(windows, self.clock)
-        guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
-        if on_non_finite is not None:
-            guard = finite.build_guard(
-                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
-            )
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        on_non_finite, on_spike = guards
+        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips
+        if on_spike is not None or on_non_finite is not None:
+            others, notes = lambda: self._run_state.custom, lambda: self._run_state.notes
+            parts = moments, self._events, runtime.hardware, others, notes, runtime.rank
+            around = finite.RunSurroundings(*parts)
+        if on_spike is not None:
+            guard: StepGuard = spike_checks.build_spike_guard(on_spike, on_non_finite, *of_run, around)
+        elif on_non_finite is not None:
+            guard = finite.build_guard(on_non_finite, *of_run, around)
+        else:
+            guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
             self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
@@ -716,7 +728,14 @@ class Accelerator(RankAware):
     def non_finite(self) -> "finite.FiniteGuard | None":
         """What `on_non_finite` has done so far; None where it was not asked for."""
         guard = self._training_step.guard
-        return None if type(guard) is StepGuard else cast("finite.FiniteGuard", guard)
+        is_asked_for = type(guard) is not StepGuard and getattr(guard, "has_own_policy", True)
+        return cast("finite.FiniteGuard", guard) if is_asked_for else None
+
+    @property
+    def spikes(self) -> "spike_checks.SpikeGuard | None":
+        """What `on_spike` has done so far; None where it was not asked for."""
+        guard = self._training_step.guard
+        return cast("spike_checks.SpikeGuard", guard) if hasattr(guard, "spike_policy") else None
 
     # ---------------------------------------------------------------- data and metrics
 
