@@ -52,7 +52,7 @@ from headway.config.values import known_keywords
 from headway.data.build import skip_first_batches
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.order import LoadingRules
-from headway.errors import StateError, UnsupportedError
+from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.launch import watch
 from headway.log import get_logger, is_debugging
@@ -850,6 +850,7 @@ class Accelerator(RankAware):
         *,
         blocking: bool = True,
         metric: float | None = None,
+        weights: str | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Commit a checkpoint of everything prepared and registered; every rank calls it.
@@ -865,6 +866,8 @@ class Accelerator(RankAware):
             blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
                 for it; an error is raised by the next `accumulate`, save, or `end_training`.
             metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
+            weights: "huggingface": the model's weights once more, whole, with config.json and the like, so that `from_pretrained`
+                opens the folder (of several models the first; the others' lie in `model_1`, ...). None: the checkpoint alone.
             save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
 
         Returns:
@@ -875,7 +878,10 @@ class Accelerator(RankAware):
             ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
         check_save_arguments(save_model_func_kwargs)
-        return self._checkpoints.save(output_dir, blocking, metric)
+        if weights not in (None, "huggingface"):
+            raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
+        also = None if weights is None else self._whole_weights.publish_all
+        return self._checkpoints.save(output_dir, blocking, metric, also)
 
     def wait_for_save(self) -> None:
         """Wait until a save behind the loop is on the disk; every rank calls it.
@@ -1190,6 +1196,40 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
         self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
+
+    def push_to_hub(
+        self,
+        model: torch.nn.Module,
+        repo_id: str,
+        *parts: Any,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        max_shard_size: int | str = "5GB",
+    ) -> str | None:
+        """Upload a model to the Hugging Face Hub, as a folder that `from_pretrained` opens; every rank calls it.
+
+        Args:
+            model: prepared or not; of one with PEFT's adapters, these.
+            repo_id: "name" or "owner/name"; made where missing.
+            parts: a tokenizer, a processor: what has `save_pretrained`.
+            private: of a new repository; None: what the owner's settings say.
+            token: None: that of `huggingface-cli login`, or HF_TOKEN.
+            revision: a branch, made where missing; None: main.
+            commit_message: of the commit.
+            max_shard_size: bytes or text such as "5GB".
+
+        Returns:
+            The commit's URL on the main process, None elsewhere.
+
+        Raises:
+            OptionalDependencyMissing: huggingface_hub is not installed.
+            UnsupportedError: the model is sharded, and only some ranks make the call.
+        """
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+        return self._whole_weights.push(bare, repo_id, parts, max_shard_size, about)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""

@@ -124,7 +124,7 @@ FLAGS = """
     num_processes cpu multi_gpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity mixed_precision
     dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation
     gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
-    rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee
+    rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee metrics_port
     role debug quiet module no_python run_as config_file dry_run force strategy fsdp_reshard_after_forward fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params activation_checkpointing
     activation_checkpointing_offload help_all cp_comm_strategy deepspeed_config_file offload_optimizer_device offload_param_device
