@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from headway.training import forecast as forecasts
     from headway.training import throughput, weight_stream
     from headway.training.checks import finite
+    from headway.training.checks import origin as origins
     from headway.training.checks import spikes as spike_checks
     from headway.training.replay import step as replay
     from headway.training.transforms import activation_checkpointing as recompute
@@ -107,6 +108,7 @@ else:
     throughput = Later("headway.training.throughput")
     weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
+    origins = Later("headway.training.checks.origin")
     spike_checks = Later("headway.training.checks.spikes")
     forecasts = Later("headway.training.forecast")
 
@@ -303,8 +305,7 @@ class Accelerator(RankAware):
         of_run = windows, prepared, self.clock, self.precision, self.strategy, skips
         if on_spike is not None or on_non_finite is not None:
             others, notes = lambda: self._run_state.custom, lambda: self._run_state.notes
-            parts = moments, self._events, runtime.hardware, others, notes, runtime.rank
-            around = finite.RunSurroundings(*parts)
+            around = origins.RunSurroundings(moments, self._events, runtime.hardware, others, notes, runtime.rank)
         if on_spike is not None:
             guard: StepGuard = spike_checks.build_spike_guard(on_spike, on_non_finite, *of_run, around)
         elif on_non_finite is not None:

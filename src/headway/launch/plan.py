@@ -315,16 +315,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
-    of_one_name = (
-        "machine_rank",
-        "max_restarts",
-        "monitor_interval",
-        "log_dir",
-        "role",
-        "machine_timeout",
-        "grace",
-        "metrics_port",
-    )
+    of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_timeout", "grace")
     return AgentOrder(
         program,
         num_local,
@@ -337,6 +328,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         is_bound_to_cores=resolved.get("enable_cpu_affinity", False),
         min_machines=_min_machines(resolved, num_machines, backend),
         secret_file=resolved.get("secret"),
+        metrics_port=resolved.get("metrics_port"),
         **{name: resolved.get(name) for name in of_one_name if resolved.config.is_set(name)},
     )
 

@@ -30,9 +30,8 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.common.sealing import Seal, UnsealedCounter, users_secret
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
-from headway.launch.agent import endings, rendezvous
+from headway.launch.agent import endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
-from headway.launch.agent.metrics import MetricsServer, RunMetrics
 from headway.launch.agent.peers import PeerMachines
 from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.agent.records import PreemptedRun, find_preempted
@@ -89,11 +88,7 @@ class Agent(LocalElasticAgent):
         self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
-        self._metrics: MetricsServer | None = None
-        if order.metrics_port is not None:
-            self._metrics = MetricsServer(
-                order.metrics_port, RunMetrics(self._pulses, lambda: max(0, self._attempt - 1))
-            )
+        self._metrics = metrics.serve(order.metrics_port, self._pulses, lambda: max(0, self._attempt - 1))
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
         self.report: (

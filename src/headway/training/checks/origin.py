@@ -10,19 +10,20 @@ Modules are known by hooks on all of them; an operation of backward belongs to t
 autograd's sequence numbers, and to the line that anomaly mode has noted for it.
 """
 
-import traceback
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import _get_sequence_nr as _sequence_number
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.common.callsite import Frame, is_users, stack
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.runtime.collectives.tree import find_batch_size, tensors
 from headway.runtime.device import Hardware
@@ -36,7 +37,9 @@ from headway.training.windows import AccumulationWindows
 _MOST_ROWS = 8
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
 _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
-_HOMES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__.rpartition("training")[0]))
+_TORCH = torch.__file__.removesuffix("__init__.py")
+"""Its home, which may lie outside of this environment."""
+_NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,11 @@ class OperationTracer(TorchDispatchMode):
         self._block.callback(anomaly.__exit__)
         self._block.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
         self._block.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Look no more."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._block.close()
 
     # ---------------------------------------------------------------- modules
@@ -149,7 +152,7 @@ class OperationTracer(TorchDispatchMode):
         if not self._calls:
             for tensor in filter(_has_values, tensors(args)):
                 self._given.setdefault(local(tensor).untyped_storage()._cdata, name)
-        self._calls.append((torch.autograd._get_sequence_nr(), name))
+        self._calls.append((_sequence_number(), name))
         for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if _has_values(tensor) and not _is_finite(tensor):
                 whole = own if " " in name else f"{name}.{own}"
@@ -158,7 +161,7 @@ class OperationTracer(TorchDispatchMode):
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._calls:
             start, name = self._calls.pop()
-            self._spans.append((start, torch.autograd._get_sequence_nr(), name))
+            self._spans.append((start, _sequence_number(), name))
 
     def _module(self, node: Any) -> str:
         if self._calls or node is None:
@@ -266,18 +269,14 @@ def _is_on_purpose(origin: NanOrigin) -> bool:
 
 
 def _line(node: Any) -> str:
-    """The innermost line of code that is neither torch's nor Headway's."""
-    if node is not None:
-        for told in reversed(node.metadata.get("traceback_", ())):
-            head = told.strip().split("\n")[0].split('"')
-            if len(head) == 3 and not head[1].startswith(_HOMES):
-                _, number, function = head[2].split(",")
-                return f"{Path(head[1]).name}:{number.split()[1]} in {function.split()[1]}"
-        return ""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((*_HOMES, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return ""
+    """The user's innermost line: here, or where the forward made a node, as anomaly mode has noted it."""
+    if node is None:
+        places = (Frame.of(frame) for frame in stack())
+    else:
+        noted = filter(None, map(_NOTED.match, reversed(node.metadata.get("traceback_", ()))))
+        places = (Frame(found[1], int(found[2]), found[3]) for found in noted)
+    own = (place for place in places if is_users(place.file) and not place.file.startswith(_TORCH))
+    return str(next(own, ""))
 
 
 class WindowReplay:

@@ -299,8 +299,8 @@ class SpikeGuard(FiniteGuard):
         }[action]
         self.report = f"update {update}: {told}: {done} ({self.num_spikes} in all)"
         losses = {str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()}
-        about = {"losses": losses, "norm": None if ranks else f"{self._norm:.4g}", "num_updates": left}
-        notify("spike", source=self._clock, update=update, action=action, **about)
+        norm = None if ranks else f"{self._norm:.4g}"
+        notify("spike", source=self._clock, update=update, action=action, losses=losses, norm=norm, num_updates=left)
         if is_hopeless:
             raise SpikeError(self.report)
         log.warning("%s", self.report)

@@ -1,6 +1,7 @@
 """Where a nan began: 30 planted ones, in forward, backward, weights, rows and losses, are named with module, line and rows."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ from headway import Accelerator, NonFinitePolicy
 from headway.errors import NonFiniteError
 
 INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Lines are told with their files as seen from the working directory."""
+    monkeypatch.chdir(Path(__file__).parent)
 
 
 class Odd(nn.Module):
