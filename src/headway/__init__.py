@@ -69,6 +69,7 @@ _BY_PLACE = {
     "headway.trainer.results": "EvalPrediction",
     "headway.trainer.trainer": "Trainer",
     "headway.training.checks.finite": "NonFinitePolicy",
+    "headway.training.checks.spikes": "SpikePolicy",
     "headway.training.transforms.chunked_loss": "chunk_loss",
     "headway.training.transforms.compiling": "compile_regions",
     "headway.training.local_sgd": "LocalSGD",

@@ -138,6 +138,7 @@ from headway.trainer.display import ProgressCallback as ProgressCallback
 from headway.trainer.results import EvalPrediction as EvalPrediction
 from headway.trainer.trainer import Trainer as Trainer
 from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
+from headway.training.checks.spikes import SpikePolicy as SpikePolicy
 from headway.training.local_sgd import LocalSGD as LocalSGD
 from headway.training.transforms.chunked_loss import chunk_loss as chunk_loss
 from headway.training.transforms.compiling import compile_regions as compile_regions

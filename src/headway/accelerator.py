@@ -52,7 +52,7 @@ from headway.config.values import known_keywords
 from headway.data.build import skip_first_batches
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.order import LoadingRules
-from headway.errors import StateError, UnsupportedError
+from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.launch import watch
 from headway.log import get_logger, is_debugging
@@ -95,6 +95,8 @@ if TYPE_CHECKING:
     from headway.training import forecast as forecasts
     from headway.training import throughput, weight_stream
     from headway.training.checks import finite
+    from headway.training.checks import origin as origins
+    from headway.training.checks import spikes as spike_checks
     from headway.training.replay import step as replay
     from headway.training.transforms import activation_checkpointing as recompute
     from headway.training.transforms import compiling
@@ -106,6 +108,8 @@ else:
     throughput = Later("headway.training.throughput")
     weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
+    origins = Later("headway.training.checks.origin")
+    spike_checks = Later("headway.training.checks.spikes")
     forecasts = Later("headway.training.forecast")
 
 log = get_logger(__name__)
@@ -145,7 +149,7 @@ class Accelerator(RankAware):
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
-        on_non_finite: "skip", "stop" or "raise" before an update from a loss or gradient that is nan or infinite; or a
+        on_non_finite: "skip", "stop", "raise" or "explain" before an update from a loss or gradient that is nan or infinite; or a
             `NonFinitePolicy`. None: the first such loss is told, and training goes on.
         log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
             instance of `headway.Tracker`, or a list of these.
@@ -153,6 +157,8 @@ class Accelerator(RankAware):
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
             (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
+        on_spike: "skip" or "go_back" where a loss or gradient norm is far above those of the last updates; or a `SpikePolicy`.
+            None: nobody looks.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -198,6 +204,7 @@ class Accelerator(RankAware):
         on_non_finite: "str | finite.NonFinitePolicy | None" = None,
         preemption: Preemption | bool | None = None,
         strategy: str | None = None,
+        on_spike: "str | spike_checks.SpikePolicy | None" = None,
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
@@ -227,7 +234,7 @@ class Accelerator(RankAware):
         self._events = LoaderEvents()
         neighbours = runtime.scope.own(AcceleratorRegistry)
         divides = loss_policy or LossPolicy()
-        self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
+        self._training_step = self._build_step(plugin, divides, (on_non_finite, on_spike), cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
@@ -279,7 +286,7 @@ class Accelerator(RankAware):
         self,
         plugin: GradientAccumulationPlugin,
         policy: LossPolicy,
-        on_non_finite: "str | finite.NonFinitePolicy | None",
+        guards: "tuple[str | finite.NonFinitePolicy | None, str | spike_checks.SpikePolicy | None]",
         cuts_batches: bool,
         neighbours: AcceleratorRegistry,
     ) -> TrainingStep:
@@ -292,13 +299,19 @@ class Accelerator(RankAware):
             partial(neighbours.loader_beside, prepared),
         )
         skips = SkippedUpdates(windows, self.clock)
-        guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
-        if on_non_finite is not None:
-            guard = finite.build_guard(
-                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
-            )
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        on_non_finite, on_spike = guards
+        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips
+        if on_spike is not None or on_non_finite is not None:
+            others, notes = lambda: self._run_state.custom, lambda: self._run_state.notes
+            around = origins.RunSurroundings(moments, self._events, runtime.hardware, others, notes, runtime.rank)
+        if on_spike is not None:
+            guard: StepGuard = spike_checks.build_spike_guard(on_spike, on_non_finite, *of_run, around)
+        elif on_non_finite is not None:
+            guard = finite.build_guard(on_non_finite, *of_run, around)
+        else:
+            guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
             self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
@@ -718,7 +731,14 @@ class Accelerator(RankAware):
     def non_finite(self) -> "finite.FiniteGuard | None":
         """What `on_non_finite` has done so far; None where it was not asked for."""
         guard = self._training_step.guard
-        return None if type(guard) is StepGuard else cast("finite.FiniteGuard", guard)
+        is_asked_for = type(guard) is not StepGuard and getattr(guard, "has_own_policy", True)
+        return cast("finite.FiniteGuard", guard) if is_asked_for else None
+
+    @property
+    def spikes(self) -> "spike_checks.SpikeGuard | None":
+        """What `on_spike` has done so far; None where it was not asked for."""
+        guard = self._training_step.guard
+        return cast("spike_checks.SpikeGuard", guard) if hasattr(guard, "spike_policy") else None
 
     # ---------------------------------------------------------------- data and metrics
 
@@ -833,6 +853,7 @@ class Accelerator(RankAware):
         *,
         blocking: bool = True,
         metric: float | None = None,
+        weights: str | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Commit a checkpoint of everything prepared and registered; every rank calls it.
@@ -848,6 +869,8 @@ class Accelerator(RankAware):
             blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
                 for it; an error is raised by the next `accumulate`, save, or `end_training`.
             metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
+            weights: "huggingface": the model's weights once more, whole, with config.json and the like, so that `from_pretrained`
+                opens the folder (of several models the first; the others' lie in `model_1`, ...). None: the checkpoint alone.
             save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
 
         Returns:
@@ -858,7 +881,10 @@ class Accelerator(RankAware):
             ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
         check_save_arguments(save_model_func_kwargs)
-        return self._checkpoints.save(output_dir, blocking, metric)
+        if weights not in (None, "huggingface"):
+            raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
+        also = None if weights is None else self._whole_weights.publish_all
+        return self._checkpoints.save(output_dir, blocking, metric, also)
 
     def wait_for_save(self) -> None:
         """Wait until a save behind the loop is on the disk; every rank calls it.
@@ -1173,6 +1199,40 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
         self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
+
+    def push_to_hub(
+        self,
+        model: torch.nn.Module,
+        repo_id: str,
+        *parts: Any,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload model",
+        max_shard_size: int | str = "5GB",
+    ) -> str | None:
+        """Upload a model to the Hugging Face Hub, as a folder that `from_pretrained` opens; every rank calls it.
+
+        Args:
+            model: prepared or not; of one with PEFT's adapters, these.
+            repo_id: "name" or "owner/name"; made where missing.
+            parts: a tokenizer, a processor: what has `save_pretrained`.
+            private: of a new repository; None: what the owner's settings say.
+            token: None: that of `huggingface-cli login`, or HF_TOKEN.
+            revision: a branch, made where missing; None: main.
+            commit_message: of the commit.
+            max_shard_size: bytes or text such as "5GB".
+
+        Returns:
+            The commit's URL on the main process, None elsewhere.
+
+        Raises:
+            OptionalDependencyMissing: huggingface_hub is not installed.
+            UnsupportedError: the model is sharded, and only some ranks make the call.
+        """
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+        return self._whole_weights.push(bare, repo_id, parts, max_shard_size, about)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""

@@ -106,6 +106,10 @@ class NonFiniteError(HeadwayError, ArithmeticError):
     """A loss or gradient is nan or infinite; no update was made from it."""
 
 
+class SpikeError(HeadwayError, ArithmeticError):
+    """Losses or gradient norms have left their band too often in a row."""
+
+
 class MemoryExhausted(HeadwayError, RuntimeError):
     """Memory ran out, and nothing smaller is left to try."""
 

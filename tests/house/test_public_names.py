@@ -19,7 +19,8 @@ NAMES = [
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType",
     "LongestSequence", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
-    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "TensorParallelOptions",
+    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "SpikePolicy",
+    "TensorParallelOptions",
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook",
     "WeightChannel", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
@@ -47,9 +48,9 @@ MEMBERS = """
     non_blocking non_finite num_processes num_updates on_last_process on_local_main_process on_local_process
     on_main_process on_process optimizer_step_was_skipped pad_across_processes preempted prepare
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
-    profile project_configuration project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
+    profile project_configuration project_dir push_to_hub reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
-    skip_first_batches split_batches split_between_processes start_watching stop_watching stream_weights
+    skip_first_batches spikes split_batches split_between_processes start_watching stop_watching stream_weights
     sync_gradients unscale_gradients throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
     dataloader_config scaler trigger_sync_in_backward use_stateful_dataloader
 """
@@ -68,7 +69,7 @@ ARGUMENTS = [
     "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
     # Headway's own
     "adjust_scheduler_to_accumulation", "scheduler_ticks", "global_batch_size", "loss_policy", "microbatching",
-    "on_non_finite", "preemption", "strategy",
+    "on_non_finite", "preemption", "strategy", "on_spike",
 ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ FLAGS = """
     num_processes cpu multi_gpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity mixed_precision
     dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation
     gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
-    rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee
+    rdzv_id secret max_restarts timeout monitor_interval machine_timeout grace log_dir tee metrics_port
     role debug quiet module no_python run_as config_file dry_run force strategy fsdp_reshard_after_forward fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params activation_checkpointing
     activation_checkpointing_offload help_all cp_comm_strategy deepspeed_config_file offload_optimizer_device offload_param_device

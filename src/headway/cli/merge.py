@@ -1,12 +1,14 @@
-"""`headway merge`: a checkpoint's weights as plain safetensors files under the bare module's names."""
+"""`headway merge`: a checkpoint's weights as safetensors or torch.distributed.checkpoint's files, by the bare module's names."""
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from headway.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from headway.cli.options import PLACE, GroupedCommand, option
 from headway.cli.progress import show_progress
 from headway.common.object_path import ObjectPath
@@ -14,6 +16,9 @@ from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+_FORMATS = ("safetensors", "dcp")
+_PATH = click.Path(path_type=Path)
 
 
 @click.command(
@@ -32,32 +37,63 @@ logger = logging.getLogger(__name__)
             show_default=True,
         ),
         option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
+        option(
+            "--to",
+            "FORMAT",
+            "Output",
+            "safetensors, or dcp: torch.distributed.checkpoint's.",
+            _FORMATS,
+            default="safetensors",
+        ),
+        option(
+            "--config",
+            "FOLDER",
+            "Output",
+            "Copy config.json, tokenizer files and the like from here, not from CHECKPOINT.",
+            _PATH,
+        ),
     ],
-    help="Write the weights in CHECKPOINT to the folder OUTPUT as model.safetensors, or as shards with an index.",
+    help="Write the weights in CHECKPOINT (or a folder of torch.distributed.checkpoint's) to the folder OUTPUT as model.safetensors, "
+    "or as shards with an index.",
 )
-def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool) -> None:
-    """Verify the checkpoint, then write its weights."""
-    manifest = read_manifest(checkpoint)
+def command(
+    checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
+) -> None:
+    """Verify the checkpoint, then write its weights, and what describes them."""
+    here = None if isinstance(checkpoint, ObjectPath) else checkpoint
+    is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
+    manifest = None if is_foreign else read_manifest(checkpoint)
     check_output(output, overwrite)
+    if config is not None and not config.is_dir():
+        raise ConfigError(f"--config {config} is not a folder; give the one that holds config.json")
+    from headway.checkpoint.loading import dcp
+    from headway.weights.export import save_weights
+    from headway.weights.published import copy_files
+
+    show_progress()
+    named = dcp.read_folder(checkpoint) if manifest is None else _named(checkpoint, manifest, model)
+    try:
+        paths = dcp.write_folder(named, output) if to == "dcp" else save_weights(named, output, max_shard_size)
+        paths += copy_files(config or here, output)
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
+    for path in paths:
+        click.echo(path)
+
+
+def _named(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:
+    """The tensors of one model of a verified checkpoint."""
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
     from headway.checkpoint.loading.files import open_tensors, verify
-    from headway.weights.export import save_weights
 
-    show_progress()
     if not isinstance(checkpoint, ObjectPath):  # of which what is read is compared as it comes
         logger.info("verifying %s", checkpoint)
         verify(checkpoint, manifest)
-    named = ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
-    try:
-        paths = save_weights(named, output, max_shard_size)
-    except (OSError, UnicodeError) as error:
-        raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
-    for path in paths:
-        click.echo(path)
+    return ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
 
 
 def check_output(output: Path, may_overwrite: bool) -> None:
@@ -71,7 +107,13 @@ def check_output(output: Path, may_overwrite: bool) -> None:
         raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")
     if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
-    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+    patterns = (
+        "*.distcp",
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "pytorch_model*.bin",
+        "pytorch_model.bin.index.json",
+    )
     found = output if os.path.isdir(output) else None  # else it is made, or cannot be
     present = sorted(path.name for pattern in patterns for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:

@@ -338,6 +338,9 @@ class LaunchConfig:
         short="-t",
         choices=("0", "1", "2", "3"),
     )
+    metrics_port: Maybe[int] = _setting(
+        _CARE, "Serve updates, loss, speed and memory to Prometheus, on 127.0.0.1 at this port.", minimum=1
+    )
     role: Maybe[str] = _setting(_CARE, "Word before the process number in line prefixes: [rank 0].", default="rank")
     debug: Maybe[bool] = _setting(_CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow.")
     quiet: Maybe[bool] = _setting(_CARE, "Leave the banner out.", short="-q")

@@ -43,6 +43,7 @@ class LoaderEvents:
         asked: called before a batch is asked for.
         came: called when it is there, on its device or on its way to it.
         left: called when a pass is over, or was broken off.
+        repeats: given a pass's deliveries, give the same and perhaps some of them once more.
     """
 
     active: list["PreparedLoader"] = field(default_factory=list)
@@ -50,6 +51,7 @@ class LoaderEvents:
     asked: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     came: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     left: list[Callable[[], None]] = field(default_factory=list)
+    repeats: list[Callable[["PreparedLoader", Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
 
     def is_free(self, loader: "PreparedLoader", most: int = 1) -> bool:
         """`loader` is asked: may the run end before, as no batch is in hand?
@@ -184,6 +186,8 @@ class PreparedLoader(DataLoader[Any]):
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
         events = self._events
+        for repeat in events.repeats:
+            deliveries = repeat(self, deliveries)
         events.active.append(self)
         try:
             for told in events.asked:

@@ -55,6 +55,7 @@ class AgentOrder:
         min_machines: with how many of them the run goes on.
         grace: seconds that ranks get to save in, after a signal to the launcher.
         secret_file: holds the run's secret; None: HEADWAY_SECRET does, or nobody gives one.
+        metrics_port: where the agent tells how the run goes; None: nowhere.
     """
 
     program: Program
@@ -77,6 +78,7 @@ class AgentOrder:
     min_machines: int = 1
     grace: float = DEFAULT_GRACE
     secret_file: str | None = None
+    metrics_port: int | None = None
 
     def encode(self) -> str:
         """The JSON text."""
@@ -169,7 +171,7 @@ def make(
         additions.update(stand_in.variables(environment))
     if resolved.get("debug", False):
         additions.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    if world_size == 1:
+    if world_size == 1 and not resolved.config.is_set("metrics_port"):
         argv = program.command(machine.python)
     else:
         order = _order(resolved, program, num_machines, num_local)
@@ -326,6 +328,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         is_bound_to_cores=resolved.get("enable_cpu_affinity", False),
         min_machines=_min_machines(resolved, num_machines, backend),
         secret_file=resolved.get("secret"),
+        metrics_port=resolved.get("metrics_port"),
         **{name: resolved.get(name) for name in of_one_name if resolved.config.is_set(name)},
     )
 

@@ -66,10 +66,11 @@ class _Text:
 
 
 _PHASE, _TRANSFER, _NOTE = _Text(192, 128), _Text(512, 128), _Text(1024, 17000)
+_LOG = _Text(_RING_AT + NUM_CALLS * _CALL.size, 4200)
 assert _PHASE.at + 1 + 2 * _PHASE.room <= _TRANSFER.at
 assert _TRANSFER.at + 1 + 2 * _TRANSFER.room <= _NOTE.at
 assert _NOTE.at + 1 + 2 * _NOTE.room <= _RING_AT
-assert _RING_AT + NUM_CALLS * _CALL.size <= SIZE
+assert _LOG.at + 1 + 2 * _LOG.room <= SIZE
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class PulseReading:
         phase_since: when it said its phase.
         transfer: what it waits for from one other rank, or to be taken by it; "": nothing.
         transfer_since: when it began to.
+        log: the file of the run's log, where this rank writes it; "": none.
     """
 
     pid: int = 0
@@ -120,6 +122,7 @@ class PulseReading:
     phase_since: float = 0.0
     transfer: str = ""
     transfer_since: float = 0.0
+    log: str = ""
 
 
 class HeartbeatFile:
@@ -194,6 +197,10 @@ class HeartbeatFile:
         """Say what this process waits for from one other rank; "" is nothing. It is not counted among collectives."""
         _TRANSFER.write(self._memory, words)
 
+    def set_log(self, path: str) -> None:
+        """Say where the run's log is that this process writes."""
+        _LOG.write(self._memory, path)
+
     def set_note(self, note: dict[str, Any]) -> None:
         """Write what the heartbeat found; a note that is too long loses the outer half of its stack."""
         text = json.dumps(note, separators=(",", ":"))
@@ -234,6 +241,7 @@ class HeartbeatFile:
             saves,
             phase_since,
             *_TRANSFER.read(self._memory),
+            _LOG.read(self._memory)[0],
         )
 
     def _calls(self) -> tuple[PulseCall, ...]:

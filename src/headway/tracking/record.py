@@ -12,7 +12,7 @@ from headway.common.optional import Later
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError, TrackingError
 from headway.log import get_logger
-from headway.runtime import events
+from headway.runtime import events, pulse
 from headway.runtime.process import ProcessRuntime
 from headway.tracking.base import BlankTracker, Tracker
 from headway.tracking.select import select_trackers
@@ -106,6 +106,8 @@ class RunRecorder:
         since = self._ended[1] if self._ended is not None and same else None
         feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
         self.feed, self._at_exit = feed, feeding.flush_at_exit(feed)
+        if feed.runlog is not None:
+            pulse.own().set_log(str(feed.runlog.path))
         if self._resumed is not None:
             self._on_event(self._resumed)
 

@@ -97,6 +97,9 @@ class TrainingArguments(UnknownMembers):
         resume_from_checkpoint: as `Trainer.train` takes it.
         ignore_data_skip: the data are not those of the checkpoint: a resumed run begins its epoch at the first batch.
         skip_memory_metrics: False: results carry the peak of each phase.
+        push_to_hub: `Trainer.save_model` uploads what it writes, too. Checkpoints are not uploaded.
+        hub_model_id: the repository; None: the name of `output_dir`. hub_token, hub_private_repo, hub_revision: as for
+            `Accelerator.push_to_hub`.
         accelerator_config: further arguments of `headway.Accelerator`, by name.
 
     Raises:
@@ -168,6 +171,11 @@ class TrainingArguments(UnknownMembers):
     resume_from_checkpoint: str | Path | None = None  # True and False, too; HfArgumentParser knows no such union
     ignore_data_skip: bool = False
     skip_memory_metrics: bool = True
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_revision: str | None = None
     accelerator_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -319,8 +327,9 @@ class TrainingArguments(UnknownMembers):
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments, as JSON has them."""
+        """All arguments, as JSON has them, but for the token."""
         found = asdict(self) if self.accelerator_config is None else asdict(_without_objects(self))
+        found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this goes to logs and files
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:

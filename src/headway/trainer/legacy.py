@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from headway.accelerator import Accelerator
 from headway.config.values import did_you_mean
 from headway.errors import AttributeNotServed, ConfigError
+from headway.weights.published import copy_files
 
 Class = TypeVar("Class", bound=type)
 
@@ -42,10 +44,10 @@ NOT_TAKEN = frozenset(
     adafactor average_tokens_across_devices bf16_full_eval dataloader_in_order dataloader_multiprocessing_context
     ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
     deepspeed enable_jit_checkpoint eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval
-    fp16_opt_level fsdp fsdp_config full_determinism half_precision_backend hub_always_push hub_model_id
-    hub_private_repo hub_revision hub_strategy hub_token include_for_metrics include_num_input_tokens_seen
+    fp16_opt_level fsdp fsdp_config full_determinism half_precision_backend hub_always_push
+    hub_strategy include_for_metrics include_num_input_tokens_seen
     jit_mode_eval liger_kernel_config local_rank log_level_replica log_on_each_node logging_nan_inf_filter
-    neftune_noise_alpha optim_target_modules overwrite_output_dir parallelism_config project push_to_hub
+    neftune_noise_alpha optim_target_modules overwrite_output_dir parallelism_config project
     restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors sharded_ddp tf32
     torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps tpu_num_cores trackio_bucket_id
     trackio_space_id trackio_static_space_id use_cache use_liger_kernel use_mps_device
@@ -82,7 +84,7 @@ _NEVER_CALLED = frozenset(
     _load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler
     _maybe_log_save_evaluate _prepare_for_training _push_from_checkpoint _run_epoch _save_checkpoint
     _save_optimizer_and_scheduler _save_rng_state _save_scaler _wrap_model create_accelerator_and_postprocess
-    get_batch_samples init_hf_repo push_to_hub set_initial_training_values
+    get_batch_samples init_hf_repo set_initial_training_values
     """.split()  # noqa: SIM905
 )
 """Methods of transformers' Trainer that an override of would silently do nothing here."""
@@ -175,10 +177,29 @@ class UnknownMembers:
         raise AttributeNotServed(f"{type(self).__name__}.{name} is not served: {_OTHERWISE}")
 
 
+class _Records:
+    """The model card and the arguments, written where a model is published.
+
+    Args:
+        home: has the card.
+        arguments: as JSON.
+    """
+
+    def __init__(self, home: Path, arguments: str) -> None:
+        self._home, self._arguments = home, arguments
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write them."""
+        copy_files(self._home, folder, ["README.md"])
+        (folder / "training_args.json").write_text(self._arguments + "\n")
+
+
 class LegacyMembers(UnknownMembers):
     """Small names that scripts ask of transformers' Trainer, each by what the Trainer has itself."""
 
     accelerator: Accelerator
+    args: Any
+    create_model_card: Callable[..., None]
     model: torch.nn.Module
     optimizer: Any
     processing_class: Any
@@ -235,6 +256,41 @@ class LegacyMembers(UnknownMembers):
     def is_local_process_zero(self) -> bool:
         """Is this the first process of its machine?"""
         return self.accelerator.is_local_main_process
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> str | None:
+        """Upload the model, its config, the processing class, the arguments and a model card to the Hub; every rank calls it.
+
+        The repository is `hub_model_id` of the arguments, else the name of `output_dir`.
+
+        Args:
+            commit_message: of the commit.
+            blocking: accepted for the name's sake: the upload is over when this returns.
+            token, revision: None: those of the arguments.
+            kwargs: what else the model card says, as for `create_model_card`.
+
+        Returns:
+            The commit's URL on the main process, None elsewhere.
+        """
+        args = self.args
+        self.create_model_card(**kwargs)
+        home = Path(args.output_dir or ".")
+        return self.accelerator.push_to_hub(
+            self.model,
+            args.hub_model_id or home.absolute().name,
+            self.processing_class,
+            _Records(home, args.to_json_string()),
+            private=args.hub_private_repo,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+            commit_message=commit_message or "End of training",
+        )
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics, one a line, from the main process."""

@@ -19,6 +19,7 @@ from headway.memory.use import memory_use
 from headway.runtime.collectives.tree import Tree
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
+from headway.weights.published import describe
 
 Metrics = dict[str, Any]
 """Numbers by name; what a user's metric gives may be something else."""
@@ -149,10 +150,7 @@ class TrainerFiles:
             save(folder, state_dict=state_dict)
         if not self.accelerator.is_main_process:
             return
-        for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
-            write: Any = getattr(part, "save_pretrained", None)
-            if callable(write):
-                write(folder)
+        describe(model, folder, (processing_class,))
         (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
 
     def save_state(self, state: TrainerState) -> None:

@@ -449,14 +449,16 @@ class Trainer(EvaluationMethods):
 
         Args:
             output_dir: None: that of the arguments.
-            _internal_call: accepted for the name's sake.
+            _internal_call: do not upload, whatever the arguments say.
         """
         if not overridden(type(self), ["_save"]):
             self._save(None if output_dir is None else str(output_dir))
-            return
-        if self.accelerator.is_main_process:
-            self._save(str(self._files().folder(output_dir)))
-        self.accelerator.wait_for_everyone()
+        else:
+            if self.accelerator.is_main_process:
+                self._save(str(self._files().folder(output_dir)))
+            self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """What `save_model` does; only on rank 0 where a subclass overrides this.

@@ -415,6 +415,11 @@ class AccumulationWindows:
             vars(window).update(vars(saved))
             self._by_models[key] = window
 
+    def restore_weights(self, snapshot: dict[str, Any]) -> None:
+        """Of a snapshot, only the weights that next windows divide by."""
+        for window, saved in snapshot["_by_models"].values():
+            window.next_nominal = saved.next_nominal
+
 
 @dataclass
 class UpdateClock:

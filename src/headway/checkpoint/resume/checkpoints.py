@@ -202,15 +202,17 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- save
 
-    def save(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None) -> Path:
-        """Commit a checkpoint, on all ranks or on the one that was let pass; returns its folder."""
+    def save(
+        self, output_dir: str | Path | None, is_blocking: bool, metric: float | None, also: SaveHook | None = None
+    ) -> Path:
+        """Commit a checkpoint, on all ranks or on the one that was let pass, with what `also` writes; returns its folder."""
         runtime = self._run.runtime
         attended = runtime.scope.own(Attendance).who_comes(SAVE)
         if not attended.elsewhere:
-            return self._commit(output_dir, is_blocking, metric)
+            return self._commit(output_dir, is_blocking, metric, also=also)
         if attended.ranks[0] == runtime.rank:
             self._tell_alone(attended)
-            return self._commit(output_dir, is_blocking, metric, is_alone=True)
+            return self._commit(output_dir, is_blocking, metric, is_alone=True, also=also)
         # Such as the first process of another machine: the first of those that came writes.
         folder = self.place.folder_for(output_dir)
         self.place.iteration += self.place.is_automatic
@@ -234,6 +236,7 @@ class Checkpoints:
         metric: float | None,
         before: EvaluationStart | None = None,
         is_alone: bool = False,
+        also: SaveHook | None = None,
     ) -> Path:
         run, place = self._run, self.place
         if metric is not None:  # nan is never the best, and JSON has none
@@ -257,8 +260,7 @@ class Checkpoints:
             is_alone=is_alone,
             steady=frozenset(run.steady(collected)) if place.project.overlap_saves and not is_blocking else frozenset(),
         )
-        last = self._last_hook()
-        hooks = [*self._save_hooks.values(), *([] if last is None else [last])]
+        hooks = [each for each in (*self._save_hooks.values(), also, self._last_hook()) if each is not None]
         if place.project.keep_compiled and not is_alone:
             hooks.append(lambda models, weights, staging: compiled.write(Path(staging), self._collectives))
         fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None

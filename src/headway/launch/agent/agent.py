@@ -30,7 +30,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.common.sealing import Seal, UnsealedCounter, users_secret
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
-from headway.launch.agent import endings, rendezvous
+from headway.launch.agent import endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
 from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
@@ -89,6 +89,7 @@ class Agent(LocalElasticAgent):
         self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
+        self._metrics = metrics.serve(order.metrics_port, self._pulses, lambda: max(0, self._attempt - 1))
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
         self.report: (
@@ -295,6 +296,11 @@ class Agent(LocalElasticAgent):
         timer.daemon = True
         timer.start()
 
+    def _pulses(self) -> dict[int, Path]:
+        """The pulse of each rank that was started here."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
+
     def kill(self) -> None:
         """End the workers and their children at once, and with them the run."""
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
@@ -306,6 +312,8 @@ class Agent(LocalElasticAgent):
         """Stop the threads before Python does."""
         self._watch.end()
         self._exchange.end()
+        if self._metrics is not None:
+            self._metrics.end()
 
     def leave(self, why: str = "", exit_code: int = 0) -> None:
         """Tell the other machines that this one ends, and why."""

@@ -14,7 +14,7 @@ wait of the host for the device at each update; without the guard there is none.
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -25,6 +25,7 @@ from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
+from headway.training.checks.origin import NanOrigin, RunSurroundings, WindowReplay
 from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.step import StepGuard
@@ -32,7 +33,7 @@ from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
 
-ACTIONS = ("skip", "stop", "raise")
+ACTIONS = ("skip", "stop", "raise", "explain")
 _NUM_NAMES = 5
 
 
@@ -42,16 +43,21 @@ class NonFinitePolicy:
 
     Attributes:
         action: "skip": it is left out on all ranks and training goes on. "stop": it is left out, and the loaders that are
-            trained on end after their batch on all ranks. "raise": NonFiniteError on all ranks, before the update.
+            trained on end after their batch on all ranks. "raise": NonFiniteError on all ranks, before the update. "explain": the
+            same, after the window was run again with every operation looked at; the error says where it began.
         max_in_row: so many updates in a row are skipped; one more raises.
+        explains: run the first bad window again whatever the action is.
     """
 
     action: str = "skip"
     max_in_row: int = 10
+    explains: bool = False
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
-            raise ConfigError(f"on_non_finite={self.action!r} is unknown; allowed: 'skip', 'stop', 'raise' or None")
+            raise ConfigError(
+                f"on_non_finite={self.action!r} is unknown; allowed: 'skip', 'stop', 'raise', 'explain' or None"
+            )
         if isinstance(self.max_in_row, bool) or not isinstance(self.max_in_row, int) or self.max_in_row < 1:
             raise ConfigError(f"max_in_row={self.max_in_row!r} must be a whole number, 1 or more")
 
@@ -108,12 +114,14 @@ class FiniteGuard(StepGuard):
         has_scaler: fp16's scaler (torch's or an engine's) looks at gradients itself; what is left to the guard is whether a loss
             was the reason.
         skips: counts what the scaler skips.
+        replay: runs a bad window again; None: nobody wants to know where it began.
 
     Attributes:
         num_skipped: updates that were left out.
         num_in_row: of these, since the last update that was made.
         has_stopped: the action "stop" was taken.
         report: the latest message; empty while all is well.
+        origin: where the first such value began, on the rank that had it first; None: not known.
     """
 
     def __init__(
@@ -125,8 +133,12 @@ class FiniteGuard(StepGuard):
         strategy: Strategy,
         has_scaler: bool,
         skips: SkippedUpdates,
+        replay: WindowReplay | None = None,
     ) -> None:
         self.policy = policy
+        self.origin: NanOrigin | None = None
+        self._replay = replay
+        self._owes_error = False
         self.num_skipped = self.num_in_row = 0
         self.has_stopped = False
         self.report = ""
@@ -153,6 +165,9 @@ class FiniteGuard(StepGuard):
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss; one that is not finite comes back so that its gradients are nan."""
+        if self._replay is not None and self._replay.tracer is not None:
+            self._replay.tracer.saw_loss(loss)
+            return loss
         window, micro_batch = self._windows.current.number, self._windows.current.num_done
         if self._window != window and self._seen.is_judged:
             self._seen = _Seen()
@@ -208,30 +223,43 @@ class FiniteGuard(StepGuard):
         Raises:
             NonFiniteError: it may not, and the policy says so.
         """
+        if self._owes_error or (self._replay is not None and self._replay.tracer is not None):
+            return self._explain()
         if self._has_scaler:
             return True
         window = self._windows.current
         key = (window.number, self._seen.num_backwards)
         if self._verdict is None or self._verdict[0] != key:
             chosen = list(self._prepared.parameters_of(window))
-            self._verdict = key, self._are_finite(chosen) if self._is_whole else self._are_parts_finite(chosen)
+            self._verdict = key, self._is_good(chosen)
             if not self._verdict[1]:
                 self._refuse(self._bad_losses(), chosen)
+            elif self._replay is not None:
+                self._replay.is_good()
             self._seen.is_judged = True
         return self._verdict[1]
+
+    def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Are the window's gradients as they must be?"""
+        return self._are_finite(parameters) if self._is_whole else self._are_parts_finite(parameters)
 
     def _are_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Are all gradients? One value is read from each device."""
         seen = self._seen
         found = _norms(parameter for parameter in parameters if not seen.is_known(parameter))
         found += seen.norms if seen.noted_at == seen.num_backwards else []
-        # Norms are not negative: their sum is finite only where all are, and is one operation instead of four.
-        sums: dict[torch.device, list[torch.Tensor]] = {}
+        # A norm of norms is finite only where all are (or it overflowed), and is one operation instead of four.
+        totals: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in found:
-            sums.setdefault(norms.device, []).append(norms.sum())
-        if all(math.isfinite((one[0] if len(one) == 1 else torch.stack(one).sum()).item()) for one in sums.values()):
+            totals.setdefault(norms.device, []).append(torch.linalg.vector_norm(norms))
+        if math.isfinite(self._read(totals)):
             return True
         return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+    def _read(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+        """The 2-norm of all gradients; one value is read from each device."""
+        read = (one[0] if len(one) == 1 else torch.linalg.vector_norm(torch.stack(one)) for one in totals.values())
+        return math.hypot(*(one.item() for one in read))
 
     def _are_parts_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
         """The same where each rank holds a part. A rank on which nothing has changed since clipping goes by that norm.
@@ -246,7 +274,10 @@ class FiniteGuard(StepGuard):
             and all(math.isfinite(total.item()) for total in seen.totals)
         )
         # A norm that is not finite may only have overflowed. All is well is 0: what a rank says that stands in without results.
-        is_bad = not (is_known or self._are_finite_here(parameters))
+        return self._vote(not (is_known or self._are_finite_here(parameters)), parameters)
+
+    def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
+        """Is all well on every rank?"""
         return self._group.reduce_numbers([float(is_bad)], "max")[0] == 0
 
     def _are_finite_here(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -281,9 +312,13 @@ class FiniteGuard(StepGuard):
 
     def _bad_losses(self) -> dict[int, list[float]]:
         """{rank: [how many of its losses are not finite, the first one's micro-batch, its value]}; an exchange."""
-        bad = [(micro, float(loss)) for micro, loss in self._seen.losses if not math.isfinite(float(loss))]
+        read = [(micro, float(loss)) for micro, loss in self._seen.losses]
+        bad = [(micro, loss) for micro, loss in read if not self._is_good_loss(loss)]
         rows = self._group.gather_numbers([float(len(bad)), *(bad[0] if bad else (0.0, 0.0))])
         return {rank: row for rank, row in enumerate(rows) if row[0]}
+
+    def _is_good_loss(self, loss: float) -> bool:
+        return math.isfinite(loss)
 
     def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
         window, update = self._windows.current.number, self._clock.num_updates + 1
@@ -294,6 +329,9 @@ class FiniteGuard(StepGuard):
             self.num_skipped += 1
             self.num_in_row += 1
         action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
+        runs_again = self._replay is not None and self._replay.arm()
+        if action == "explain":
+            action = "explain" if runs_again else "raise"
         self.report = self._words(update, ranks, culprits, len(parameters), action)
         notify(
             "non_finite",
@@ -303,13 +341,41 @@ class FiniteGuard(StepGuard):
             parameters=culprits[:_NUM_NAMES],
             losses={str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()},
         )
-        if action == "raise":
+        self._owes_error = action in ("raise", "explain") and runs_again
+        if action == "raise" and not runs_again:
             raise NonFiniteError(self.report)
         log.warning("%s", self.report)
         if action == "stop" and not self.has_stopped:
             self.has_stopped = True
             for loader in self._windows.trained_on:
                 loader.stop()
+
+    def _explain(self) -> bool:
+        """The window has been run again: say where it began.
+
+        Raises:
+            NonFiniteError: the update was not to be left out in silence.
+        """
+        found = None if self._replay is None else self._replay.end()
+        every = [each for each in self._group.gather_objects(found) if each is not None]
+        # What one rank made reaches the others with the gradients.
+        every = [each for each in every if each.phase != "elsewhere"] or every[:1]
+        every.sort(key=lambda each: (each.phase == "backward", each.rank))
+        self.origin = every[0] if every else None
+        told = "; ".join(map(str, every))
+        told = (
+            told
+            or "run again, its losses and gradients were finite: what it read has changed, or it is no function of its batch"
+        )
+        self.report = f"{self.report}. Run again with checks, {told}"
+        notify("non_finite_origin", source=self._clock, origins=[asdict(each) for each in every])
+        self._seen = _Seen(is_judged=True)
+        self._counted = self._windows.current.number
+        if self._owes_error:
+            self._owes_error = False
+            raise NonFiniteError(self.report)
+        log.warning("%s", self.report)
+        return False
 
     def _culprits(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Names of the parameters whose gradients are not finite, in the models' order."""
@@ -345,8 +411,9 @@ class FiniteGuard(StepGuard):
         done = {
             "skip": f"the update is skipped{everywhere} ({self.num_in_row} in a row, {self.num_skipped} in all)",
             "stop": f"the update is skipped, and training stops{everywhere}",
+            "explain": "no update was made",
             "raise": "no update was made"
-            if self.policy.action == "raise"
+            if self.policy.action in ("raise", "explain")
             else f"{self.num_in_row} in a row are more than max_in_row={self.policy.max_in_row}",
         }[action]
         spoilt = [name for name, buffer in self._prepared.named("named_buffers") if not _is_finite(buffer)]
@@ -366,6 +433,7 @@ def build_guard(
     precision: Precision,
     strategy: Strategy,
     skips: SkippedUpdates,
+    around: RunSurroundings,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 
@@ -373,9 +441,23 @@ def build_guard(
         ConfigError: an unknown action.
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
+    scaled, replay = has_scaler(precision, strategy), build_replay(policy, windows, prepared, around)
+    return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
+
+
+def build_replay(
+    policy: NonFinitePolicy, windows: AccumulationWindows, prepared: PreparedObjects, around: RunSurroundings
+) -> WindowReplay | None:
+    """What runs a bad window again, where the policy wants it."""
+    if not (policy.explains or policy.action == "explain"):
+        return None
+    return WindowReplay(prepared, windows, around.events, around.hardware, around.rank)
+
+
+def has_scaler(precision: Precision, strategy: Strategy) -> bool:
+    """Are losses scaled, by torch's scaler or by an engine?"""
     scaler = precision.scaler
-    has_scaler = scaler is not None and (scaler.is_enabled() or strategy.capabilities.scales_losses)
-    return FiniteGuard(policy, windows, prepared, clock, strategy, has_scaler, skips)
+    return scaler is not None and (scaler.is_enabled() or strategy.capabilities.scales_losses)
 
 
 # ---------------------------------------------------------------- finiteness

@@ -414,7 +414,7 @@ def test_the_way_of_an_accelerator_gives_the_same_verdict():
 @pytest.mark.parametrize("wrong", ["ignore", NonFinitePolicy])
 def test_unknown_actions_are_refused(wrong):
     with pytest.raises(
-        ConfigError, match="on_non_finite='ignore' is unknown; allowed: 'skip', 'stop', 'raise' or None"
+        ConfigError, match="on_non_finite='ignore' is unknown; allowed: 'skip', 'stop', 'raise', 'explain' or None"
     ):
         Accelerator(cpu=True, on_non_finite=wrong if isinstance(wrong, str) else wrong("ignore"))
     with pytest.raises(ConfigError, match="max_in_row=0"):

@@ -1,0 +1,120 @@
+"""torch.distributed.checkpoint's folders, of weights: written for others, and read without running what a pickle says.
+
+Such a folder keeps its table of contents, `.metadata`, as a pickle. It is read by an unpickler that knows torch's own classes for
+it and nothing else; values are tensors, which torch reads with `weights_only`. Objects beside them are passed over.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headway.common.text import listed
+from headway.errors import CheckpointError
+
+TABLE = ".metadata"
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_NAMES = {
+    ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+_OF_MODELS = ("model", "module", "state_dict", "app")
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
+        )
+        is_table = (
+            module in _MODULES
+            and "." not in name
+            and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
+        )
+        if is_dtype or is_table or (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"{TABLE} names {module}.{name}, which no table of contents needs: it is damaged or made to do harm"
+        )
+
+
+class _SafeReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / TABLE
+        try:
+            with path.open("rb") as file:
+                found = _TableUnpickler(file).load()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{path} holds a {type(found).__name__} and no table of contents")
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def is_folder_of(path: Path) -> bool:
+    """Is it a folder of torch.distributed.checkpoint's?"""
+    return (path / TABLE).is_file()
+
+
+def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
+    """Write tensors under their names, for `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=folder)`.
+
+    Args:
+        named: (name, tensor) pairs; what is not in memory yet is put together. All are held at once.
+        folder: made where missing.
+
+    Returns:
+        The files.
+    """
+    tensors = {name: each if isinstance(each, torch.Tensor) else each.whole() for name, each in named}
+    save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=True)
+    return sorted(file for file in folder.iterdir() if file.name == TABLE or file.suffix == ".distcp")
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the model in a folder, by its own names, one after the other.
+
+    A state that was saved as `{"model": model.state_dict(), ...}` ("module", "state_dict" and "app" too) gives that part of it;
+    one that was saved flat gives all tensors.
+
+    Raises:
+        CheckpointError: it cannot be read, or it holds several parts, none of which is a model's.
+    """
+    reader = _SafeReader(folder)
+    table = reader.read_metadata()
+    shapes = {name: each for name, each in table.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    for key, name in _model_names(shapes, table.planner_data or {}).items():
+        part = {key: torch.empty(shapes[key].size, dtype=shapes[key].properties.dtype)}
+        try:
+            load(part, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+        except Exception as error:
+            raise CheckpointError(f"{key} in {folder} cannot be read: {type(error).__name__}: {error}") from error
+        yield name, part[key]
+
+
+def _model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
+    """{name in the folder: name in the model}."""
+    found = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
+    if all(len(path) == 1 for path in found.values()):
+        return {key: key for key in found}
+    for word in _OF_MODELS:
+        inside = {key: path[1:] for key, path in found.items() if path[0] == word and len(path) > 1}
+        # A `Stateful` of torch's tutorials is {"app": {"model": ..., "optim": ...}}.
+        nested = {key: path[1:] for key, path in inside.items() if path[0] == "model" and len(path) > 1}
+        if inside:
+            return {key: ".".join(path) for key, path in (nested or inside).items()}
+    parts = sorted({path[0] for path in found.values()})
+    raise CheckpointError(
+        f"none of the parts {listed(parts, 5)} is a model's; expected is one of {', '.join(_OF_MODELS)}"
+    )

@@ -1,0 +1,197 @@
+"""`headway launch --metrics_port`: what Prometheus scrapes while two real processes train, wait for each other, and save."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from headway.launch.agent.metrics import LogTail, MetricsServer, RunMetrics, awaited
+from headway.runtime.pulse import HeartbeatFile, PulseCall, PulseReading, create
+from tests.distributed.ranks import free_port
+
+SCRIPT = """
+import sys, time, torch
+from pathlib import Path
+from headway import Accelerator
+folder = Path(sys.argv[1])
+accelerator = Accelerator(cpu=True, project_dir=folder, on_non_finite="skip")
+accelerator.init_trackers("run")
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for update in range(5):
+    x = torch.full((1, 2), float("nan") if update == 2 else 1.0)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"train/loss": 0.5 + update, "tokens_per_second": 1000.0})
+accelerator.save_state(folder / "saved")
+if accelerator.process_index == 1:
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+accelerator.wait_for_everyone()
+"""
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+LINE = re.compile(r'[a-z_]+(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? (-?[0-9.e+-]+|NaN|[+-]Inf)$')
+
+
+def numbers(text: str) -> dict[str, float]:
+    """Each line is one of the format's."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(LINE.match(line) for line in lines), lines
+    kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(kinds)) == len(kinds)
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_a_run_of_two_processes(tmp_path):
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", "--metrics-port", str(port), str(script)]
+    before = time.time()
+    run = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        found: dict[str, float] = {}
+        deadline = time.monotonic() + 180
+        while found.get("headway_awaited_rank", -1) < 0:
+            assert time.monotonic() < deadline, found
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.3)
+            try:
+                found = numbers(get(port, "/metrics")[1])
+            except (urllib.error.URLError, ConnectionError):
+                continue
+        assert found["headway_awaited_rank"] == 1
+        assert found['headway_collective_seconds{rank="0"}'] > 1
+        assert found["headway_ranks"] == 2
+        assert found["headway_restarts"] == 0
+        assert found['headway_updates{rank="0"}'] >= 3
+        assert found["headway_loss"] == found['headway_logged{name="train/loss"}'] == 4.5
+        assert found["headway_tokens_per_second"] == 1000
+        assert found["headway_skipped_updates"] == 1
+        assert found['headway_events{event="checkpoint"}'] == 1
+        assert before < found["headway_last_commit_timestamp_seconds"] < time.time()
+        assert found["headway_last_commit_update"] == 4
+        assert found['headway_resident_memory_bytes{rank="1"}'] > 1e7
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/")[0] == 404
+        (tmp_path / "go").touch()
+        _, said = run.communicate(timeout=120)
+        assert run.returncode == 0, said
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_one_process_is_seen_too_and_a_taken_port_is_an_error(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os; print(os.environ['WORLD_SIZE'])")
+    server = MetricsServer(0, RunMetrics(dict, lambda: 0))
+    try:
+        command = [sys.executable, "-m", "headway", "launch", "-n", "1", "--cpu", "--metrics_port"]
+        done = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        assert f"headway: --metrics_port {server.port}: Address already in use; give a free port" in done.stderr
+    finally:
+        server.end()
+    done = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+# ---------------------------------------------------------------- its parts
+
+
+def reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> PulseReading:
+    return PulseReading(
+        pid=1, beat=beat, calls=tuple(PulseCall(n, "all_reduce", "", at, left) for n, at, left in calls)
+    )
+
+
+def test_who_is_awaited():
+    inside, outside = reading((7, 90.0, None)), reading((6, 80.0, 81.0))
+    assert awaited({0: inside, 1: outside}, 100.0) == 1
+    assert awaited({0: outside, 1: inside}, 100.0) == 0
+    assert awaited({0: inside, 1: outside}, 90.5) is None  # not for long
+    assert awaited({0: inside, 1: inside}, 100.0) is None  # somebody on another machine
+    assert awaited({0: inside, 1: reading((6, 85.0, None))}, 100.0) == 1  # in an earlier one
+    assert awaited({}, 100.0) is None
+
+
+def test_a_run_that_stands_still_is_not_healthy(tmp_path, monkeypatch):
+    path = tmp_path / "pulse"
+    create(path)
+    metrics = RunMetrics(lambda: {3: path, 4: tmp_path / "none"}, lambda: 2)
+    assert metrics.trouble() == ""  # nothing has begun
+    pulse = HeartbeatFile(path)
+    pulse.beat(1)
+    pulse.note_progress(12, 1)
+    assert metrics.trouble() == ""
+    assert numbers(metrics.text())['headway_updates{rank="3"}'] == 12
+    assert numbers(metrics.text())["headway_restarts"] == 2
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert metrics.trouble() == "no rank here has run for 60 s"
+    pulse.beat(2)
+    pulse.enter("all_reduce", "train.py:1")
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61 + 121)
+    pulse.beat(3)
+    assert metrics.trouble() == "121 s in a collective"
+    pulse.leave(1)
+    assert metrics.trouble() == ""
+
+
+def line(**content: object) -> str:
+    return json.dumps({"kind": "values", "time": 5.0, "step": 1} | content) + "\n"
+
+
+def test_a_log_is_followed_however_it_is_cut(tmp_path):
+    path, tail = tmp_path / "log.jsonl", LogTail()
+    tail.follow(str(path))
+    assert tail.values == {}
+    text = (
+        line(values={"loss": 1.5, "note": "words", "rate": "nan"}) + "torn {\n" + line(kind="event", event="checkpoint")
+    )
+    text += line(kind="event", event="non_finite", details={"action": "none"}) + line(values={"loss": 0.5})
+    for end in range(0, len(text) + 1, 7):
+        path.write_text(text[:end])
+        tail.follow(str(path))
+    path.write_text(text)
+    tail.follow(str(path))
+    assert tail.values["loss"] == 0.5
+    assert set(tail.values) == {"loss", "rate"}
+    assert tail.commit == (5.0, 1)
+    assert tail.num_skipped == 0
+    assert tail.events == {"checkpoint": 1, "non_finite": 1}
+    path.write_text(line(values={"other": 2}))  # another run's
+    tail.follow(str(path))
+    assert tail.values == {"other": 2}
+    assert tail.commit is None
+
+
+def test_labels_are_escaped(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(line(values={'a "b"\\\n': 1, "inf": "inf"}))
+    path = tmp_path / "pulse"
+    create(path)
+    HeartbeatFile(path).set_log(str(log))
+    text = RunMetrics(lambda: {0: path}, lambda: 0).text()
+    assert 'headway_logged{name="a \\"b\\"\\\\\\n"} 1\n' in text
+    assert 'headway_logged{name="inf"} +Inf\n' in text
+
+
+def test_the_module_needs_no_torch():
+    code = "import sys, headway.launch.agent.metrics; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0

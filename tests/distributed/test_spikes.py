@@ -1,0 +1,161 @@
+"""On two processes: planted bad batches are found by all ranks or by none, and going back leaves nothing of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, NonFinitePolicy, SpikePolicy
+from tests.distributed.ranks import run_ranks
+
+SIZE, WORLD = 4, 2
+ROWS = SIZE * WORLD
+"""Of an update."""
+
+
+def data(num_updates: int, bad: dict[int, str], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A noisy line; the rows of bad updates are spoilt on one rank alone."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_updates * ROWS, 6, generator=generator)
+    y = x.sum(1, keepdim=True) + 0.3 * torch.randn(len(x), 1, generator=generator)
+    for number, kind in bad.items():
+        first = number * ROWS + (number % WORLD) * SIZE
+        rows = slice(first, first + SIZE)
+        if kind == "targets":
+            y[rows] *= 200
+        elif kind == "inputs":
+            x[rows] *= 300
+        else:
+            y[rows] += 500 * torch.randn(SIZE, 1, generator=generator)
+    return x, y
+
+
+def train(
+    strategy: str, rows: tuple[torch.Tensor, torch.Tensor], on_spike: Any, with_clip: bool = False, **options: Any
+) -> tuple[Accelerator, list[int], dict[str, torch.Tensor]]:
+    """Train over the rows once, in order; the updates made before each batch, and the state after the last."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, strategy=strategy, on_spike=on_spike, **options)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+    model.register_buffer("calls", torch.zeros(()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4000)
+    loader = DataLoader(TensorDataset(*rows), batch_size=SIZE)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    before = []
+    for x, y in loader:
+        before.append(accelerator.num_updates)
+        with accelerator.accumulate(model):
+            model.calls += 1
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            if with_clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    state = {f"model {name}": value for name, value in accelerator.get_state_dict(model).items()}
+    state["calls"] = model.calls.clone()
+    for number, each in enumerate(optimizer.state.values()):
+        for name, value in each.items():
+            own = value.to_local() if hasattr(value, "to_local") else value
+            state[f"optimizer {number} {name}"] = own.clone()
+    state["rate"] = torch.tensor(optimizer.param_groups[0]["lr"])
+    state["next draw"] = torch.rand(())
+    return accelerator, before, state
+
+
+KINDS = ("targets", "inputs", "noise")
+
+
+def planted_ones_are_skipped(strategy: str, seed: int, with_clip: bool) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    bad, number = {}, 40
+    while number < 130:
+        bad[number] = KINDS[len(bad) % 3]
+        number += 4 + int(torch.randint(4, (), generator=generator))
+    accelerator, before, _ = train(strategy, data(140, bad, seed), "skip", with_clip)
+    after = [*before[1:], accelerator.num_updates]
+    left_out = [number for number, (one, other) in enumerate(zip(before, after)) if one == other]
+    assert left_out == list(bad)
+    assert accelerator.spikes is not None
+    assert accelerator.spikes.num_spikes == len(bad)
+    assert accelerator.non_finite is None
+    return len(bad)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("seed", "with_clip"), [(0, False), (1, True)])
+def test_planted_ones_are_skipped(strategy, seed, with_clip):
+    """In all, over the four, more than 50; none is missed, and nothing else is taken for one."""
+    (found, _) = run_ranks(planted_ones_are_skipped, WORLD, strategy, seed, with_clip)
+    assert found >= 13
+
+
+def going_back(strategy: str) -> None:
+    bad = {45: "inputs", 61: "targets", 63: "noise", 90: "inputs"}
+    rows = data(100, bad, seed=3)
+    accelerator, before, state = train(strategy, rows, SpikePolicy("go_back", updates=5))
+    left_out = set()
+    for number in bad:
+        back_to = before[number + 1]
+        first = max(i for i in range(number + 1) if before[i] == back_to and i not in left_out)
+        assert (5 if number != 63 else 1) <= number - first < 10  # soon after going back, to the same place
+        left_out.update(range(first, number + 1))
+    kept = [i for i in range(100) if i not in left_out]
+    index = [i * ROWS + j for i in kept for j in range(ROWS)]
+    other, _, expected = train(strategy, tuple(each[index] for each in rows), None)  # type: ignore[arg-type]
+    assert accelerator.num_updates == other.num_updates == len(kept)
+    assert state.keys() == expected.keys()
+    different = [name for name in state if not torch.equal(state[name], expected[name])]
+    assert not different, different
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_going_back_leaves_the_state_of_a_run_that_never_saw_the_batches(strategy):
+    run_ranks(going_back, WORLD, strategy)
+
+
+class Odd(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+class Root(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+def origin(strategy: str, in_backward: bool) -> tuple[str, str, tuple[int, ...], int]:
+    """Rank 1's third row makes a nan."""
+    torch.manual_seed(0)
+    policy = NonFinitePolicy("skip", explains=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy, on_non_finite=policy)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(Root() if in_backward else Odd()), nn.Linear(4, 1))
+    nn.init.eye_(model[0].weight)
+    x = torch.ones(3 * ROWS, 4)
+    x[ROWS + SIZE + 2] = 0
+    loader = DataLoader(TensorDataset(x), batch_size=SIZE)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+    for (rows,) in loader:
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.num_updates == 2
+    assert accelerator.non_finite is not None
+    found = accelerator.non_finite.origin
+    assert found is not None
+    return found.operation, found.module, found.rows, found.rank
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_rank_that_made_a_nan_is_named(strategy):
+    for found in run_ranks(origin, WORLD, strategy, False):
+        assert found == ("aten.log", "1.0", (2,), 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_rank_whose_backward_made_a_nan_is_named(strategy):
+    for found in run_ranks(origin, WORLD, strategy, True):
+        assert found == ("aten.div in SqrtBackward0", "1.0", (2,), 1)
