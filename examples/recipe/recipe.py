@@ -17,6 +17,7 @@ import math
 import random
 import re
 import sysconfig
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -210,7 +211,9 @@ def answer_loss(model: nn.Module, pairs: Tensor, weights: Tensor | float = 1.0) 
 def reward(prompt: str, answer: str) -> float:
     """1: a header that Python parses, whose name holds a word of the comment; 0.5: one that only parses; 0: anything else."""
     try:
-        (node,) = ast.parse(answer + "\n    pass").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Python says of strange literals
+            (node,) = ast.parse(answer + "\n    pass").body
     except (SyntaxError, ValueError):
         return 0.0
     if not isinstance(node, ast.FunctionDef) or len(node.body) > 1:
@@ -395,7 +398,8 @@ class Recipe:
         runs = load([self.args.out / stage for stage in STAGES])
         for run in runs:
             for name in sorted(name for name in run.series if name.startswith("eval_")):
-                print(f"{name.removeprefix('eval_')}: {run.series[name][0]} -> {run.series[name][-1]}")
+                first, last = (run.series[name][index][-1] for index in (0, -1))
+                print(f"{name.removeprefix('eval_')}: {first:.3f} -> {last:.3f}")
         (self.args.out / "report.html").write_text(html_page(runs), encoding="utf-8")
         print(f"every stage on one page: {self.args.out / 'report.html'}")
 

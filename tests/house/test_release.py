@@ -25,7 +25,8 @@ def test_the_archives_work_in_an_empty_environment(tmp_path):
     assert archive.name == f"headway-{release.version()}.tar.gz"
     assert "Repository, https://example.org/headway" in about.get_all("Project-URL")
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", about.get_payload()) == []
-    release.check_in_an_empty_environment(wheel)
+    for each in (wheel, archive):
+        release.check_in_an_empty_environment(each)
 
 
 def test_what_readme_shows_exists():

@@ -56,6 +56,9 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, folder):
     assert lines[3] == f"for one of them: headway inspect {parent / 'checkpoint_10'}"
     with pytest.raises(ConfigError, match=r"folder of 2 checkpoints .*; give one of them"):
         raise run("inspect", tmp_path / folder, "--verify").exception
+    (parent / "latest").write_text("checkpoint_10")
+    with pytest.raises(CheckpointError, match=r"only names the newest .* give the checkpoint itself, .*checkpoint_10"):
+        raise run("inspect", parent / "latest").exception
 
 
 def test_merge_writes_plain_weights(tmp_path):

@@ -36,6 +36,9 @@ log = get_logger(__name__)
 CHANGED = ("data", "schedule")
 """What a run that is resumed may have others of, where it says so."""
 _PLACES = (None, "cpu", "on_device")
+_NOTHING_LEFT = (
+    "nothing is left to train: resumed after %d epochs, of %d in all; ask for more, or begin again in another folder"
+)
 _NOT_AUTOMATIC = (
     'resume("latest") found nothing in %s, the place of automatic checkpoints: training begins at the start. This run names none '
     "itself: set ProjectConfiguration(automatic_checkpoint_naming=True), or give resume() the folder that save_state was given"
@@ -460,6 +463,8 @@ class Checkpoints:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `num_epochs`."""
         run = self._run
+        if self._owes_epochs and run.epoch >= num_epochs:
+            log.warning(_NOTHING_LEFT, run.epoch, num_epochs)
         self._owes_epochs = False
         while run.epoch < num_epochs:
             run.begin_epoch()

@@ -11,7 +11,8 @@ from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.compat.accelerate.served.not_served import member_advice
 from headway.compat.accelerate.state import AcceleratorState, GradientState
-from headway.errors import ConfigError, UnsupportedError
+from headway.config.values import did_you_mean
+from headway.errors import AttributeNotServed, ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 
@@ -45,8 +46,9 @@ class Members:
         self.gradient_state = GradientState(_run=accelerator._run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        advice = member_advice(name) or f"'Accelerator' object has no attribute {name!r}"
-        raise AttributeError(advice, name=name, obj=self._accelerator)  # Python adds the nearest name
+        known = [] if name.startswith("_") else [each for each in dir(self._accelerator) if not each.startswith("_")]
+        unknown = f"'Accelerator' object has no attribute {name!r}{did_you_mean(name, known)}"
+        raise AttributeNotServed(member_advice(name) or unknown)
 
     # ---------------------------------------------------------------- surroundings
 

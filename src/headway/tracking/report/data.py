@@ -395,9 +395,10 @@ def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
         if known:
             event = found[known[0]]
             told_too = {name: value for name, value in event.details.items() if value}  # of a scheduler's restarts, 0
-            found[known[0]] = replace(event, details=told_too | details)
+            # Its process knew no update yet: its sign stands where the run had come to.
+            found[known[0]] = replace(event, step=place.step(start.last_step, start.time), details=told_too | details)
         elif not start.is_after_end:
-            at = place.step(None, start.time), place.seconds(start.time)
+            at = place.step(start.last_step, start.time), place.seconds(start.time)
             found.append(PlacedEvent("restart", *at, {"attempt": start.attempt} | details, has_step=False))
     return sorted(found, key=lambda event: event.seconds)
 

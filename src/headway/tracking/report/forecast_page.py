@@ -157,8 +157,8 @@ def _draw_by_batch(found: Mapping[str, Any]) -> tuple[str, str]:
         axes.names("samples in a batch", "in use on the device"),
         f'<path class="line c0" d="M{line}"/>',
     ]
-    stride = max(1, -(-len(points) // 12))
-    for batch, _ in points[::-stride]:
+    stride = max(1, -(-points[-1][0] // 12))
+    for batch in range(points[-1][0], 0, -stride):
         parts.append(
             f'<text class="tick" x="{axes.x(batch)}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{batch}</text>'
         )

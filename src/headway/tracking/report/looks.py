@@ -200,6 +200,8 @@ def details(values: Mapping[str, Any], most: int = 300) -> str:
 
 
 def _format_detail(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     is_size = name.endswith("bytes")

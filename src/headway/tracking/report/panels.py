@@ -74,28 +74,19 @@ class Panel:
     lines: list[ChartLine] = field(default_factory=list)
 
 
-_RATES = ("learning_rate", "lr", "train/lr", "train/learning_rate")
-_NORMS = ("grad_norm", "gradient_norm", "train/grad_norm")
 _KNOWN = (
-    (
-        Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True),
-        {"loss": "training", "train_loss": "training", "train/loss": "training", "eval_loss": "evaluation"},
-    ),
-    (
-        Panel("Training", "Learning rate", from_zero=True),
-        dict.fromkeys(_RATES, ""),
-    ),
-    (
-        Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True),
-        dict.fromkeys(_NORMS, ""),
-    ),
-    (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), {"samples_per_second": ""}),
-    (Panel("Speed", "Steps per second", "rate", True, is_smoothed=True), {"steps_per_second": ""}),
-    (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), {"tokens_per_second": ""}),
-    (Panel("Speed", "Model FLOPs utilisation", "share", True, is_smoothed=True), {"mfu": ""}),
-    (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), {"data_wait": ""}),
+    (Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True), ("loss", "train_loss")),
+    (Panel("Training", "Learning rate", from_zero=True), ("learning_rate", "lr")),
+    (Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True), ("grad_norm", "gradient_norm", "norm")),
+    (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), ("samples_per_second",)),
+    (Panel("Speed", "Steps per second", "rate", True, is_smoothed=True), ("steps_per_second",)),
+    (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), ("tokens_per_second",)),
+    (Panel("Speed", "Model FLOPs utilisation", "share", True, is_smoothed=True), ("mfu",)),
+    (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), ("data_wait",)),
 )
-"""Charts that have a place of their own, with the series on them and their labels."""
+"""Charts that have a place of their own, with the names of their series; evaluations' losses lie on that of the loss."""
+_EVALUATED = re.compile(r"(eval|val|test)(?:uation|id|idation)?[_/](?=.)")
+_TRAINED = re.compile(r"train(?:ing)?/(?=.)")
 _MEMORY = ("memory", "memory_peak")
 _PHASES = ("forward", "backward", "optimizer", "evaluation")
 
@@ -105,24 +96,44 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
-    found = [replace(panel, lines=lines) for panel, labels in _KNOWN if (lines := drawn.lines(labels))]
+    roles = {name: role(name) for name in names}
+    found = []
+    for panel, known in _KNOWN:
+        labels = {
+            name: "training" if panel.title == "Loss" else ""
+            for name in names
+            if roles[name] in [("", word) for word in known]
+        }
+        if panel.title == "Loss":
+            labels |= {name: kind for name, (kind, rest) in roles.items() if kind and rest == "loss"}
+        found.append(replace(panel, lines=drawn.lines(labels)))
+    placed = {line.name for panel in found for line in panel.lines} | {"epoch"}
     found += _make_memory_panels(drawn, names)
-    taken = {name for _, labels in _KNOWN for name in labels} | {"epoch"}
-    left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
-    evaluations = [name for name in left if name.startswith("eval_")]
-    found += [
-        Panel("Evaluation", _make_title(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations
-    ]
-    others = [name for name in left if not name.startswith("eval_")]
-    found += [
-        Panel("More", name, _guess_unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others
-    ]
+    evaluations: dict[str, dict[str, str]] = {}
+    for name, (kind, rest) in roles.items():
+        if name in placed or name in _MEMORY or name.startswith("memory/"):
+            continue
+        if kind:
+            evaluations.setdefault(rest, {})[name] = kind
+        else:
+            section = "Training" if name.endswith("loss") else "More"
+            found.append(Panel(section, name, _guess_unit(name), lines=drawn.lines({name: ""}), is_smoothed=True))
+    for rest, labels in evaluations.items():
+        shown = labels if len(labels) > 1 else dict.fromkeys(labels, "")
+        found.append(Panel("Evaluation", _make_title(rest), lines=drawn.lines(shown)))
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
         narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
         if len(narrow) % 2:
             narrow[-1].is_wide = True  # it would leave a hole beside it
     return found
+
+
+def role(name: str) -> tuple[str, str]:
+    """Which evaluation a value is of ("" for training), and what it is there: ("validation", "loss") for "val/loss"."""
+    if found := _EVALUATED.match(name):
+        return {"eval": "evaluation", "val": "validation", "test": "test"}[found[1]], name[found.end() :]
+    return "", _TRAINED.sub("", name, count=1)
 
 
 def single_values(runs: Sequence[RunData], drawn: Sequence[Panel]) -> dict[str, list[tuple[float, float] | None]]:
@@ -172,7 +183,7 @@ class _Drawing:
             for place, (name, label) in enumerate((name, label) for name, label in names.items() if name in run.series):
                 series = downsample(run.series[name], self._limit)
                 colour = index if len(self.runs) > 1 else place
-                is_dotted = name.startswith("eval_") or series.count == 1
+                is_dotted = bool(role(name)[0]) or series.count == 1
                 is_dotted = is_dotted and len(series.means) <= 120
                 is_dashed = name == "memory_peak" and len(self.runs) == 1
                 found.append(ChartLine(index, name, label, colour, is_dotted, is_dashed, series))

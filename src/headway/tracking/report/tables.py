@@ -15,7 +15,7 @@ from typing import Any
 from headway.tracking.report import looks
 from headway.tracking.report.data import DownsampledSeries, PlacedEvent, RunData
 from headway.tracking.report.looks import duration, kind_of, text
-from headway.tracking.report.panels import Panel
+from headway.tracking.report.panels import Panel, role
 
 _FRESH = 120.0
 """Seconds of silence after which a run without an end is hardly alive."""
@@ -81,14 +81,19 @@ def headline(run: RunData) -> list[Fact]:
         found.append(Fact("Updates", text(run.last_step)))
     attempts = f"{len(run.starts)} attempts" if len(run.starts) > 1 else ""
     found.append(Fact("Duration", duration(run.seconds), attempts))
-    if losses := _select_finite(run, "loss"):
+    own = next((name for name in run.series if role(name) == ("", "loss")), "loss")
+    if losses := _select_finite(run, own):
         tail = losses[-max(1, len(losses) // 50) :]
         note = f"from {text(losses[0])}" if len(losses) > 1 else ""
         note += f", mean of the last {len(tail)}" if len(tail) > 1 else ""
         found.append(Fact("Training loss", text(sum(tail) / len(tail)), note))
-    if evaluated := [point for point in run.series.get("eval_loss", []) if abs(point[2]) < float("inf")]:
-        best = min(evaluated, key=lambda point: point[2])
-        found.append(Fact("Best evaluation loss", text(best[2]), f"at step {text(best[0])}" if run.has_steps else ""))
+    kinds = {
+        kind: series for name, series in run.series.items() for kind, rest in (role(name),) if kind and rest == "loss"
+    }
+    for kind, series in kinds.items():
+        if evaluated := [point for point in series if abs(point[2]) < float("inf")]:
+            best = min(evaluated, key=lambda point: point[2])
+            found.append(Fact(f"Best {kind} loss", text(best[2]), f"at step {text(best[0])}" if run.has_steps else ""))
     for name, title, unit in (
         ("samples_per_second", "Samples/s", "rate"),
         ("tokens_per_second", "Tokens/s", "rate"),

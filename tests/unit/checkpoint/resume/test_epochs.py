@@ -198,3 +198,22 @@ def test_a_save_between_two_loops_that_train_is_told(place, is_told, tmp_path, c
                 save("within")
             save("between" if loader is loaders[0] else "after")
     assert ("between two loops of epoch 0 that train" in caplog.text) == is_told
+
+
+def test_a_run_that_was_at_its_end_says_that_nothing_is_left(tmp_path, caplog):
+    def run(num_epochs):
+        accelerator = Accelerator(
+            cpu=True, project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+        )
+        accelerator.resume("latest")
+        done = []
+        for epoch in accelerator.epochs(num_epochs):
+            done.append(epoch)
+            accelerator.save_state()
+        accelerator.free_memory()
+        return done
+
+    assert run(2) == [0, 1]
+    assert "nothing is left" not in caplog.text
+    assert run(1) == []
+    assert "nothing is left to train: resumed after 1 epochs, of 1 in all" in caplog.text

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
+from headway.common.traces import shorten
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.ranks import generator_names
 
@@ -92,9 +93,11 @@ def test_what_is_refused():
         accelerator.prepare_data_loader(torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=len)
     with pytest.raises(AttributeError, match="Headway's Accelerator has no 'step': accelerator"):
         accelerator.step
-    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'stepp'") as info:
-        accelerator.stepp
-    assert (info.value.name, info.value.obj) == ("stepp", accelerator)  # from which Python says the nearest name
+    with pytest.raises(AttributeError, match="no attribute 'clip_grad_norm'; did you mean clip_grad_norm_") as info:
+        accelerator.clip_grad_norm
+    assert "frames of Headway" in shorten(info.value)[0]
+    with pytest.raises(AttributeError, match=r"has no attribute '_clip_grad_norm'$"):
+        accelerator._clip_grad_norm
     assert not hasattr(accelerator, "fp8_recipe_handler")
 
 

@@ -101,7 +101,7 @@ def test_a_restart_that_the_launcher_told_is_not_told_twice(tmp_path):
     log.values(25, loss=1.0)
     log.time += 7
     log.run(attempt=2)
-    log.event("restart", restart_count=0)
+    log.event("restart", 0, restart_count=0)
     log.event("resumed", 20)
     log.values(21, loss=1.0)
     log.time += 60
@@ -112,6 +112,7 @@ def test_a_restart_that_the_launcher_told_is_not_told_twice(tmp_path):
     pauses = [details.pop("pause_seconds") for _, details in told]
     assert told == [("restart", {"after_step": 25}), ("restart", {"attempt": 3, "after_step": 21})]
     assert pauses == pytest.approx([7, 60], abs=2)
+    assert [event.step for event in run.events if event.kind == "restart"] == [25, 21]
 
 
 def test_speed_comes_from_the_times_where_none_was_logged(tmp_path):

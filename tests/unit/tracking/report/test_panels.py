@@ -5,6 +5,7 @@ import pytest
 from headway.tracking.report import load
 from headway.tracking.report.data import RunData
 from headway.tracking.report.panels import ALL_BUCKETS, domain, panels
+from headway.tracking.report.tables import headline
 from tests.unit.tracking.report.logs import Log, lively
 
 
@@ -42,6 +43,26 @@ def test_other_values_have_charts_of_their_own(tmp_path):
     assert [(panel.section, panel.title, panel.unit) for panel in found] == [
         ("Speed", "Steps per second", "rate"), ("More", "reward", "number"), ("More", "spilled_bytes", "bytes"),
     ]  # fmt: skip
+
+
+def test_names_of_other_habits_land_where_they_belong(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step in (1, 2):
+        log.line("values", step=step, values={
+            "train/loss": 2.0, "val/loss": 3.0, "eval/loss": 4.0, "lr": 0.1, "norm": 1.0, "d_loss": 1.0, "test_f1": 0.5,
+            "val/accuracy": 0.5, "eval/accuracy": 0.6, "value_loss": 1.0, "validity": 1.0,
+        })  # fmt: skip
+    runs = load([log.write()])
+    found = [(panel.section, panel.title, [line.label for line in panel.lines]) for panel in panels(runs)]
+    assert sorted(found, key=lambda each: (each[0] != "Training", each[0] == "More")) == [
+        ("Training", "Loss", ["training", "validation", "evaluation"]), ("Training", "Learning rate", [""]),
+        ("Training", "Gradient norm", [""]), ("Training", "d_loss", [""]), ("Training", "value_loss", [""]),
+        ("Evaluation", "F1", [""]), ("Evaluation", "Accuracy", ["validation", "evaluation"]),
+        ("More", "validity", [""]),
+    ]  # fmt: skip
+    figures = {fact.name: fact.value for fact in headline(runs[0])}
+    assert (figures["Best validation loss"], figures["Best evaluation loss"]) == ("3", "4")
 
 
 def test_many_series_share_the_page(tmp_path):
