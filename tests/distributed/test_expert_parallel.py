@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,17 @@ SIZES = {
 }  # fmt: skip
 
 
-def mixtral(num_experts: int = 4) -> nn.Module:
+def mixtral(num_experts: int = 4, **others: int) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(num_local_experts=num_experts, num_experts_per_tok=2, **SIZES))
+    return MixtralForCausalLM(
+        MixtralConfig(num_local_experts=num_experts, num_experts_per_tok=2, **SIZES | others)  # type: ignore[arg-type]
+    )
+
+
+def wide() -> nn.Module:
+    """Its parts have the strides that grouped products need."""
+    return mixtral(intermediate_size=32)
 
 
 def qwen() -> nn.Module:
@@ -85,6 +93,13 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
         "host memory": Task("mixtral", optimizer="sgd", updates=3, handlers=(ShardingOptions(cpu_offload=True),)),
     }),
     "fsdp+ep x4": (4, "fsdp+ep=2", {**FOUR, "experts without tokens": Task("lonely", optimizer="sgd", updates=5)}),
+    "ep+tp x4": (4, "ep=2+tp=2", {
+        **FOUR,
+        "experts without tokens": Task("lonely", optimizer="sgd", updates=5),
+        "the same in a loop": Task("lonely, in a loop", optimizer="sgd", updates=5),
+        "computed again": Task("mixtral", optimizer="sgd", updates=3, handlers=(ActivationCheckpointing(),)),
+    }),
+    "fsdp+ep+tp x8": (8, "fsdp=2+ep=2+tp=2", {name: replace(FOUR[name], window=16) for name in ("mixtral", "deepseek")}),
     "ddp+ep x4": (4, "ddp+ep=2", {"qwen": FOUR["qwen"]}),
     "ep x4": (4, "ep", {"deepseek": FOUR["deepseek"]}),
     "hsdp+ep x8": (8, "ddp=2+fsdp=2+ep=2", {"mixtral": Task("mixtral", optimizer="sgd", updates=5, window=16)}),
@@ -96,7 +111,8 @@ def train(tasks: list[Task], layout: str) -> list[Curve]:
 
 
 @pytest.mark.parametrize(
-    "row", ["ep x2", "fsdp+ep x4", *(pytest.param(row, marks=pytest.mark.matrix) for row in list(TABLE)[2:])]
+    "row",
+    ["ep x2", "fsdp+ep x4", "ep+tp x4", *(pytest.param(row, marks=pytest.mark.matrix) for row in list(TABLE)[3:])],
 )
 def test_the_hand_written_loop_is_reproduced(row):
     num_ranks, layout, tasks = TABLE[row]
@@ -117,6 +133,39 @@ def test_adamw_and_bf16():
         assert difference(by_hand(task), curve)["losses"] < CLOSE
     assert difference(whole[0], distributed[2])["losses"] < 1e-3
     assert difference(by_hand(half), distributed[2])["losses"] > 1e-5
+
+
+def balanced(num_parts: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = mixtral()
+    made.config.output_router_logits, made.router_aux_loss_coef = True, 0.5  # type: ignore[union-attr]
+    return [made, *text(seed=5, rows=8).chunk(num_parts)]  # type: ignore[list-item]
+
+
+def statistics(layout: str) -> tuple[float, float, float]:
+    """The loss with that of the router's load, that alone, and the norm of both."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    shard = accelerator.strategy.data_shard
+    made, *parts = balanced(shard.count)
+    model: Any = accelerator.prepare(made)
+    found = model(input_ids=parts[shard.index], labels=parts[shard.index])
+    accelerator.backward(found.loss)
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    both = accelerator.strategy.data_group.reduce_numbers([found.loss.item(), found.aux_loss.item()])
+    accelerator.end_training()
+    return both[0] / shard.count, both[1] / shard.count, norm
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("ep=2+tp=2", 4)])
+def test_a_router_is_judged_by_each_ranks_tokens(layout, num_ranks):
+    model: Any
+    model, *parts = balanced(2)
+    found = [model(input_ids=part, labels=part) for part in parts]
+    (sum(each.loss for each in found) / 2).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    wanted = [sum(each[key].item() for each in found) / 2 for key in ("loss", "aux_loss")]
+    for told in run_ranks(statistics, num_ranks, layout):
+        assert told == pytest.approx((*wanted, norm), rel=CLOSE)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -146,8 +195,12 @@ def saved(layout: str, folder: Path, begin: int, end: int) -> tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("ep", "ep"), ("ep", "fsdp"), ("ddp", "ep"), ("fsdp+ep=2", "ep"), ("ep", "fsdp+ep=2")]
-)
+    ("before", "after"),
+    [
+        ("ep", "ep"), ("ep", "fsdp"), ("ddp", "ep"), ("fsdp+ep=2", "ep"), ("ep", "fsdp+ep=2"),
+        ("ep=2+tp=2", "fsdp"), ("ddp", "ep=2+tp=2"),
+    ],
+)  # fmt: skip
 def test_checkpoints_go_into_and_out_of_layouts_without_experts(tmp_path, before, after):
     from safetensors.torch import load_file
 
@@ -180,12 +233,10 @@ def test_a_rank_holds_its_experts_alone():
         assert shape == [2, 48, 16]
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4), ("ep=2+tp=2", 4)])
 def test_a_plan_counts_what_is_held_and_sent(layout, num_ranks):
-    planned = plan(mixtral, layout, num_ranks, step=loss, optimizer=sgd)
-    for rank, (trial, (weights, gradients, _)) in enumerate(
-        run_ranks(on_a_rank, num_ranks, mixtral, layout, "no", sgd)
-    ):
+    planned = plan(wide, layout, num_ranks, step=loss, optimizer=sgd)
+    for rank, (trial, (weights, gradients, _)) in enumerate(run_ranks(on_a_rank, num_ranks, wide, layout, "no", sgd)):
         share = planned.shares.of(rank)
         assert weights == share.weights - share.padding - trial.buffers, rank
         assert gradients == share.gradients - share.padding, rank

@@ -179,6 +179,34 @@ def on_stages(num_ranks):
     return found
 
 
+def on_stages_of_parts():
+    """One update by 1F1B, with sequences in two parts."""
+    options = PipelineOptions("1f1b", num_microbatches=3)
+    accelerator = Accelerator(cpu=True, strategy="pp=2+cp=2", kwargs_handlers=[options])
+    model = accelerator.prepare(four())
+    drive = Pipeline(accelerator.strategy, "1f1b", Text(6))
+    trial = run(model, parse("pp=2+cp=2").resolve(4), Text(6), sgd, drive=drive)
+    held = [p.to_local() for p in model.parameters() if not p.is_meta]
+    return trial, sum(t.nbytes for t in held)
+
+
+def test_stages_that_cut_sequences_hold_and_send_what_the_plan_says():
+    options = EngineOptions(pipeline=PipelineOptions("1f1b", num_microbatches=3))
+    layout = parse("pp=2+cp=2").resolve(4)
+    dry_run = partial(dry_run_rank, four, layout, step=Text(6), make_optimizer=sgd, options=options)
+    planned = outcome("pp=2+cp=2", layout, dry_run_stages(layout, lambda rank, told: dry_run(rank, told=told)), 0)
+    for rank, (trial, weights) in enumerate(run_ranks(on_stages_of_parts, 4)):
+        share, stage = planned.shares.of(rank), planned.stages[layout.coordinates(rank)["pp"]]
+        assert share.weights - share.padding - trial.buffers == weights
+        assert stage.activations == trial.activations
+        sent, wanted = (
+            {each: volume for each, volume in volumes.items() if each.kind != "all_gather" or each.axis == "cp"}
+            for volumes in (trial.volumes, stage.exchanges)
+        )
+        assert sent == wanted
+        assert {each.kind for each in wanted if each.axis == "cp"} >= {"all_gather", "reduce_scatter"}
+
+
 def without_handshakes(volumes):
     """Headway's agreements before exchanges are the only all-gathers of a pipeline, of a few numbers each."""
     told = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather"]

@@ -68,6 +68,7 @@ ROWS = (
     Row("ddp=2+pp=2", 4, None, NOT_COMPILED),
     Row("pp=2+fsdp", 4, None, NOT_COMPILED),
     Row("pp=2+tp", 4, CUT, NO_PLAN | NOT_COMPILED),
+    Row("pp=2+cp", 4, None, NOT_COMPILED),
     Row("pp=2+fsdp=2+tp=2", 8, CUT, NO_PLAN | NOT_COMPILED),
 )
 ENGINES = tuple(Row(f"zero{stage}", 2, None, NOT_COMPILED) for stage in (1, 2, 3))

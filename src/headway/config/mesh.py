@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "replicate", "shard", "ep", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
-DATA_AXES = ("replicate", "shard", "ep")
-"""Ranks that differ along these read data of their own; those that differ along the others read the same."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
 _LONGEST = 200
@@ -120,6 +118,11 @@ class Layout:
             for stage in range(outer)
             for place in range(inner)
         ]
+
+    def data_index(self, rank: int) -> int:
+        """Which part of the data a rank reads; ranks that differ along pp, cp or tp alone read the same."""
+        at = self.coordinates(rank)
+        return (at["replicate"] * self.shard + at["shard"]) * self.ep + at["ep"]
 
     @property
     def stages(self) -> list[range]:
@@ -293,16 +296,11 @@ def check_served(layout: Layout) -> None:
     Raises:
         UnsupportedError: it is one.
     """
-    if layout.pp > 1 and layout.cp > 1:
-        raise UnsupportedError(
-            f"{_WORDS['cp']} (cp={layout.cp}) cannot be combined with pipeline stages (pp={layout.pp}) yet; leave cp out, as in "
-            "fsdp=2+pp=2+tp=2 (with TensorParallelOptions(sequence_parallel=True) for long sequences), or pp, as in fsdp=2+cp=2"
-        )
-    others = [f"{_WORDS[axis]} ({axis}={size})" for axis in ("pp", "cp", "tp") if (size := getattr(layout, axis)) > 1]
+    others = [f"{_WORDS[axis]} ({axis}={size})" for axis in ("pp", "cp") if (size := getattr(layout, axis)) > 1]
     if layout.ep > 1 and others:
         raise UnsupportedError(
-            f"{' and '.join(others)} cannot be combined with groups of experts (ep={layout.ep}) yet; use ep with fsdp, hsdp or ddp, "
-            "as in fsdp+ep=2"
+            f"{' and '.join(others)} cannot be combined with groups of experts (ep={layout.ep}) yet; use ep with fsdp, hsdp, ddp or "
+            "tp, as in fsdp+ep=2"
         )
 
 

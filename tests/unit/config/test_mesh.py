@@ -125,6 +125,8 @@ def test_experts():
     assert (layout.num_data_shards, layout.num_shards, layout.describe()) == (8, 8, "4 shards x 2 groups of experts")
     assert layout.groups("ep")[0] == range(2)
     check_served(parse("hsdp=2+ep=2").resolve(8))
-    for text in ("ep=2+tp=2", "ep=2+cp=2", "ep=2+pp=2"):
+    check_served(parse("ep=2+tp=2").resolve(4))
+    assert [parse("ddp=2+ep=2+tp=2").resolve(8).data_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for text in ("ep=2+cp=2", "ep=2+pp=2"):
         with pytest.raises(UnsupportedError, match="cannot be combined with"):
             check_served(parse(text).resolve(4))

@@ -10,7 +10,9 @@ torch's own context parallelism for causal attention: keys and values travel whi
 torch has it for the kernels of accelerators (flash, memory-efficient and cuDNN attention) and not for the CPU's.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -429,3 +431,34 @@ class RingAttention:
         out = functional.scaled_dot_product_attention(*args, **kwargs)
         found: torch.Tensor = self._style.sdpa_output_fn(None, None, out, self._mesh)
         return found
+
+
+def _is_sdpa(name: str) -> bool:
+    """Is it what transformers calls sdpa, registered under another name?"""
+    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    return known.get(name) is not None and known.get(name) is known.get("sdpa")
+
+
+def use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
+    """Let transformers' models compute attention by torch's function; returns what undoes it, if anything was done.
+
+    Raises:
+        PrepareError: they cannot.
+    """
+    config: Any = getattr(model, "config", None)
+    now = getattr(config, "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    if now in (None, "sdpa") or switch is None or _is_sdpa(now):
+        return None
+    if now != "eager":
+        raise PrepareError(
+            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism load it with 'sdpa'"
+        )
+    try:
+        switch("sdpa")
+    except ValueError as error:
+        raise PrepareError(
+            f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
+        ) from error
+    log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
+    return partial(switch, now)

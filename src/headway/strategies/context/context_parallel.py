@@ -6,17 +6,16 @@ masks. Within blocks attention goes through `WholeSequenceAttention`; everything
 given labels, they are cut too, its loss is the sum of the ranks' shares, and logits stay where they are; without labels its
 outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
+In a pipeline the first stage cuts, and parts travel between stages; each stage cuts what its blocks get beside them.
 
 The first call is a dry run on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
 that mixes tokens past that function an error and not another result.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +56,10 @@ class SplitRegion(Enum):
     BLOCKS = "to the end of its last block"
 
 
+class Rehearsed(BaseException):
+    """The model was called, and how it is cut is known; what called it is left. No error."""
+
+
 class ContextParallel:
     """A model whose sequences are cut; called in its place.
 
@@ -69,6 +72,7 @@ class ContextParallel:
 
     Attributes:
         serves_evaluation: forwards without gradients go through it, too.
+        is_in_stage: does a stage of a pipeline call the model, which other stages do at other times?
 
     Raises:
         PrepareError: a model that cannot be cut.
@@ -88,7 +92,7 @@ class ContextParallel:
         self._axis = SplitAxis.of(mesh)
         blocks = _stack(model, options)
         self._first, self._last = blocks[0], blocks[-1]
-        self._eager = _use_sdpa(model)
+        self._eager = attention.use_sdpa(model)
         self._parameters = _positional(model)
         self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
         self._ring = attention.find(
@@ -98,6 +102,8 @@ class ContextParallel:
         self._attention = WholeSequenceAttention(self._axis, ring, options.cp_style)
         self._rng_states = SplitRNG(self._axis)
         self._phase, self._length = CallPhase.NONE, 0
+        self._recomputes = self._is_rehearsal = False
+        self.is_in_stage: Callable[[], bool] = bool
         self._ways: dict[tuple[bool, bool], SplitRegion] = {}
         self._with_loss: set[tuple[bool, bool]] = set()
         self._way = SplitRegion.MEANS
@@ -130,10 +136,12 @@ class ContextParallel:
     def recomputing(self) -> Iterator[None]:
         """A backward: blocks that are computed again see their part, as in forward."""
         with self._in(CallPhase.BACKWARD):
+            self._recomputes = True
             self._attention.open(True)
             try:
                 yield
             finally:
+                self._recomputes = False
                 self._attention.open(False)
 
     @contextmanager
@@ -143,6 +151,32 @@ class ContextParallel:
             yield
         finally:
             self._phase = before
+
+    # ---------------------------------------------------------------- stages of a pipeline
+
+    @property
+    def mode(self) -> tuple[CallPhase, SplitRegion]:
+        """What decides about the shapes between blocks beside the inputs' own."""
+        return self._phase, self._way
+
+    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The first block is called, here or on another stage: sequences are as long as in its input."""
+        if self._phase is CallPhase.CUT:
+            self._note_length(self._input(args, kwargs))
+
+    def rehearse(self, call: Callable[[], object]) -> None:
+        """Find how the call of the model that `call` makes is cut; it goes no further. On all ranks.
+
+        Raises:
+            PrepareError: it cannot be.
+        """
+        self._is_rehearsal = True
+        try:
+            call()
+        except Rehearsed:
+            pass
+        finally:
+            self._is_rehearsal = False
 
     # ---------------------------------------------------------------- calls of the model
 
@@ -164,7 +198,14 @@ class ContextParallel:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._kind(args, kwargs)
         if kind not in self._ways:
+            if self.is_in_stage():
+                raise UnsupportedError(
+                    f"{type(self._model).__name__} is given labels or num_items_in_batch now, and was not when the same function was "
+                    "called for this micro-batch before; under context parallelism beside a pipeline it must do the same each time"
+                )
             self._ways[kind] = self._dry_run(args, kwargs)
+        if self._is_rehearsal:
+            raise Rehearsed
         way = self._ways[kind]
         call = self._read(args, kwargs, way)
         out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
@@ -193,7 +234,11 @@ class ContextParallel:
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
         """Cut the labels among what the model is given."""
-        return LabelledCall(args, dict(kwargs)) if way is SplitRegion.BLOCKS else self._labels.cut(args, kwargs)
+        return (
+            LabelledCall(args, dict(kwargs))
+            if way is SplitRegion.BLOCKS
+            else self._labels.cut(args, kwargs, self.is_in_stage())
+        )
 
     def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
         """What the caller gets: whole."""
@@ -311,13 +356,7 @@ class ContextParallel:
                 f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
                 "prepared model, which cuts the sequences that its blocks get"
             )
-        name = None if args else next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
-        x = args[0] if args else kwargs.get(name or "")
-        if not isinstance(x, torch.Tensor) or x.dim() < 3:
-            raise PrepareError(
-                f"the blocks of {type(self._model).__name__} must be given (rows, tokens, width) first to be cut along the "
-                f"sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
-            )
+        x = self._input(args, kwargs)
         is_first = block is self._first
         part = self._part(x) if is_first else x
         total = part.shape[1] * self._axis.size
@@ -337,17 +376,33 @@ class ContextParallel:
             self._attention.open(True)
         return args, kwargs
 
+    def _input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The sequences among what a block is given.
+
+        Raises:
+            PrepareError: there are none.
+        """
+        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise PrepareError(
+                f"the blocks of {type(self._model).__name__} must be given (rows, tokens, width) first to be cut along the "
+                f"sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+            )
+        return x
+
+    def _note_length(self, x: torch.Tensor) -> None:
+        self._length = x.shape[1]
+        self._attention.note_length(self._length)
+
     def _part(self, x: torch.Tensor) -> torch.Tensor:
         if self._phase is CallPhase.CUT:
-            self._length = x.shape[1]
-            self._attention.note_length(self._length)
+            self._note_length(x)
         return sequences.part_of(x, self._axis, 1)
 
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
         self._rng_states.join()
-        if self._phase is not CallPhase.BACKWARD:
-            self._attention.open(False)
+        self._attention.open(self._recomputes)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
         if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:
@@ -435,34 +490,3 @@ def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[
             "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
         )
     return blocks
-
-
-def _is_sdpa(name: str) -> bool:
-    """Is it what transformers calls sdpa, registered under another name?"""
-    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
-    return known.get(name) is not None and known.get(name) is known.get("sdpa")
-
-
-def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
-    """Let transformers' models compute attention by torch's function; returns what undoes it, if anything was done.
-
-    Raises:
-        PrepareError: they cannot.
-    """
-    config: Any = getattr(model, "config", None)
-    now = getattr(config, "_attn_implementation", None)
-    switch: Any = getattr(model, "set_attn_implementation", None)
-    if now in (None, "sdpa") or switch is None or _is_sdpa(now):
-        return None
-    if now != "eager":
-        raise PrepareError(
-            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism load it with 'sdpa'"
-        )
-    try:
-        switch("sdpa")
-    except ValueError as error:
-        raise PrepareError(
-            f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
-        ) from error
-    log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
-    return partial(switch, now)

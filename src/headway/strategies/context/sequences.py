@@ -202,9 +202,10 @@ class SplitLabels:
         """
         with _IgnoredLabels() as watch:
             yield
-        if len(watch.seen) != 1:
+        seen = set().union(*self._everyone.gather_objects(watch.seen))  # of stages the last one alone computes it
+        if len(seen) != 1:
             return
-        self._of_loss = next(iter(watch.seen))
+        (self._of_loss,) = seen
         if self._options.ignore_index not in (None, self._of_loss):
             raise PrepareError(
                 f"TorchContextParallelConfig(ignore_index={self._options.ignore_index}), but the cross entropy of "
@@ -226,8 +227,12 @@ class SplitLabels:
         known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
         return min((int(label.min()) for label in known), default=0)
 
-    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LabelledCall:
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_alone: bool = False) -> LabelledCall:
         """Cut them among what the model is given.
+
+        Args:
+            args, kwargs: of the call.
+            is_alone: other ranks need not make the same call now: an error is raised here alone.
 
         Raises:
             DataError: they would have to be padded, but not with what they say is ignored.
@@ -235,7 +240,7 @@ class SplitLabels:
         labels = self.within(args, kwargs)
         if not labels:
             return LabelledCall(args, dict(kwargs))
-        self._check_padding(labels)
+        self._check_padding(labels, is_alone)
         if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
             labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored)
         parts = {
@@ -248,17 +253,18 @@ class SplitLabels:
         args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
         return LabelledCall(args, {**kwargs, **parts}, counts)
 
-    def _check_padding(self, labels: Mapping[str, torch.Tensor]) -> None:
+    def _check_padding(self, labels: Mapping[str, torch.Tensor], is_alone: bool) -> None:
         """Before ranks that alone have such a sequence raise, while the others wait for their share of the model.
 
         Raises:
-            DataError: on all ranks.
+            DataError: on all ranks, or alone.
         """
         classes = [label for label in labels.values() if _is_class(label)]
         if self._of_loss is not None or not classes:
             return
         problem = next(filter(None, map(self._padding_problem, classes)), "")
-        refusing = [rank for rank, row in enumerate(self._everyone.gather_numbers([float(bool(problem))])) if row[0]]
+        rows = [] if is_alone else self._everyone.gather_numbers([float(bool(problem))])
+        refusing = [rank for rank, row in enumerate(rows) if row[0]]
         if problem:
             raise DataError(problem)
         if refusing:

@@ -17,7 +17,7 @@ from headway.common import scope, traces
 from headway.common.optional import Later
 from headway.config.engines import Float8Options
 from headway.config.layout_request import TorchContextParallelConfig
-from headway.config.mesh import DATA_AXES, Layout, written
+from headway.config.mesh import Layout, written
 from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import StateError
@@ -138,7 +138,7 @@ class MeshStrategy(Strategy):
             self.everyone = collectives.split(layout.stages)
         elif layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
-        self.data_shard = ShardIndex(self._data_index(), layout.num_data_shards)
+        self.data_shard = ShardIndex(layout.data_index(collectives.rank), layout.num_data_shards)
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._prepared: list[ShardedModel] = []
@@ -159,13 +159,6 @@ class MeshStrategy(Strategy):
     def _models(self) -> list[torch.nn.Module]:
         return [each.model for each in self._prepared]
 
-    def _data_index(self) -> int:
-        index = 0
-        for axis in DATA_AXES:
-            if axis in self.mesh.mesh_dim_names:
-                index = index * self.mesh[axis].size() + self.mesh.get_local_rank(axis)
-        return index
-
     # ---------------------------------------------------------------- setting up
 
     def materialise(self, model: torch.nn.Module) -> None:
@@ -180,7 +173,11 @@ class MeshStrategy(Strategy):
         """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
 
     def setup(
-        self, model: torch.nn.Module, transforms: Iterable[Transform] = (), elsewhere: Container[int] = ()
+        self,
+        model: torch.nn.Module,
+        transforms: Iterable[Transform] = (),
+        elsewhere: Container[int] = (),
+        context: ContextParallel | None = None,
     ) -> Engine | None:
         """Give all ranks rank 0's values, apply the transforms, shard; names of parameters stay what they were.
 
@@ -188,6 +185,7 @@ class MeshStrategy(Strategy):
             model: the user's own.
             transforms: what is done to it before.
             elsewhere: ids of empty tensors, which are those of other stages of a pipeline.
+            context: what cuts its sequences already.
 
         Raises:
             PrepareError: what cannot be sharded, by name.
@@ -195,11 +193,8 @@ class MeshStrategy(Strategy):
         """
         if self._has_left:
             raise StateError(left(self.layout))
-        made = ShardedModel(model)
+        made = ShardedModel(model, context or self.split_sequences(model))
         try:
-            if self.layout.cp > 1:
-                is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
-                made.context = ContextParallel(model, self.mesh["cp"], self.everyone, self._context, is_exact)
             self._shard_once(made, transforms, elsewhere)
         except BaseException:
             made.leave_alone()
@@ -209,6 +204,13 @@ class MeshStrategy(Strategy):
         self._replaced.look_again()
         self._comm_hooks.open(model)
         return made.context
+
+    def split_sequences(self, model: torch.nn.Module) -> ContextParallel | None:
+        """What cuts its sequences, put into the model before its transforms; None: they stay whole."""
+        if self.layout.cp == 1:
+            return None
+        is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
+        return ContextParallel(model, self.mesh["cp"], self._all, self._context, is_exact)
 
     def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
         model = made.model
@@ -252,7 +254,7 @@ class MeshStrategy(Strategy):
         missing = self.begin(model, self._expected) if self.layout.pp == 1 else None
         if self.layout.tp > 1:
             made.cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
-        experts = distribute_experts(model, self.mesh["ep"], self.everyone.ledger) if self.layout.ep > 1 else []
+        experts = distribute_experts(model, self.mesh, self.everyone.ledger) if self.layout.ep > 1 else []
         super().setup(model, transforms)
         if not self.is_sharded:
             if missing is not None:
@@ -300,10 +302,7 @@ class MeshStrategy(Strategy):
         for unit in (unit for unit in modules if not any(unit is module for module in experts)):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
         fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **given)
-        if is_held:
-            gathered.hold(model)
-        else:
-            gathered.sum_unused_too(model)
+        (gathered.hold if is_held else gathered.sum_unused_too)(model)
         wanted = set(map(id, modules))
         gathered.prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         gathered.add_forward_methods(model, chosen.forward_methods)

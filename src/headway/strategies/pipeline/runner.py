@@ -152,7 +152,8 @@ class PipelineRunner:
         """
         # Parameters of other stages carry the flag, too: what a script freezes it freezes on all ranks.
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
-        state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
+        mode = None if self.route.context is None else self.route.context.mode
+        state = (what, mode, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
         keys = [(signature(piece), state) for piece in pieces]
         batch = PipelineBatch(self._chunks(compute), len(pieces), keys)
         activations: list[list[StageActivation]] = []

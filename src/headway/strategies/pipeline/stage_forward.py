@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import is_fake
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.collectives.tree import Tree, leaves, map_tensors, structure, tensors
+from headway.strategies.context.context_parallel import ContextParallel
 from headway.strategies.parts import extend
 from headway.strategies.pipeline.stages import StageSplit
 
@@ -242,6 +243,7 @@ class ModuleRouter:
         running: the stage that runs at the moment.
         whole: what runs the whole pipeline, when the model is called outside of a stage.
         leave: what ends the model's forward, of its output, where a stage has left it before its end.
+        context: what cuts the model's sequences; None: they are whole.
     """
 
     def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
@@ -251,6 +253,7 @@ class ModuleRouter:
         self.running: StageForward | None = None
         self.whole: Call | None = None
         self.leave: Callable[[Tree], Tree] | None = None
+        self.context: ContextParallel | None = None
         self._device = device
         self._shapes: CallCache[Tree] = CallCache(
             "the shapes that modules of other stages return are found anew for each"
@@ -332,6 +335,8 @@ class ModuleRouter:
 
     def _call_block(self, number: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.running is not None:
+            if not number and self.context is not None:
+                self.context.enter(args, kwargs)
             return self.running.block(number, bare, args, kwargs)
         if self.stages.stage_of(number) not in self.local:
             self._refuse(self.stages.names[number])

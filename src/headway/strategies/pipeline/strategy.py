@@ -7,7 +7,7 @@ Beside other axes a `MeshStrategy` spreads what this rank's stages hold over the
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.strategies.context.context_parallel import ContextParallel
 from headway.strategies.fully_sharded import dtensors, fsdp_state
 from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
 from headway.strategies.parts import ReplacedParameters, ShardedModels, left
@@ -74,9 +75,8 @@ class PipelineStrategy(Strategy):
         self._group = collectives.split(layout.groups("pp"))
         self.data_group = collectives.split(layout.data_groups)
         self._peers = self.data_group  # other ranks' optimizers hold the parameters of other stages
-        at = layout.coordinates(collectives.rank)
-        self.data_shard = ShardIndex(at["replicate"] * layout.shard + at["shard"], layout.num_data_shards)
-        self.gradient_divisor = layout.num_data_shards
+        self.data_shard = ShardIndex(layout.data_index(collectives.rank), layout.num_data_shards)
+        self.gradient_divisor = layout.num_data_shards * layout.cp
         self._replaced = ReplacedParameters(tuple)
         self._shared: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
         self._uncounted: set[int] = set()
@@ -87,6 +87,7 @@ class PipelineStrategy(Strategy):
         self._calls: PlainCalls | None = None
         self._state: PipelineState | None = None
         self._task: PipelineTask | None = None
+        self._context: ContextParallel | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_left = False
         process.at_end(self._leave, is_engine=True)
@@ -128,14 +129,23 @@ class PipelineStrategy(Strategy):
         how = (self.layout, self._options)
         parts = known.find(model, how)
         missing = None
-        if parts is None:
-            missing = self._begin(model)
-            parts = self._cut(model, transforms)
-            known.note(model, how, parts)
+        context = None if self._spread is None else self._spread.split_sequences(model)
+        try:
+            if parts is None:
+                missing = self._begin(model)
+                parts = self._cut(model, transforms)
+                known.note(model, how, parts)
+        except BaseException:
+            if context is not None:
+                context.release()
+            raise
         route, state = parts
         if self._spread is not None:
-            self._spread.setup(model, (), state.elsewhere())
+            self._spread.setup(model, (), state.elsewhere(), context)
             route.leave = partial(self._spread.leave, model)
+        if context is not None:
+            context.is_in_stage = lambda: route.running is not None
+        self._context = route.context = context
         if missing is not None:
             missing.fill(model, route.stages.blocks, state.elsewhere())
         self._pipe = PipelineRunner(model, route, self._group, self._options)
@@ -143,7 +153,7 @@ class PipelineStrategy(Strategy):
         route.whole = self._calls
         self._model, self._state = model, state
         self._share(model, state)
-        return None
+        return context
 
     def answer_only(self, is_shared: bool) -> None:
         """Calls of the model need no gradients from now on.
@@ -306,12 +316,22 @@ class PipelineStrategy(Strategy):
         self._set_aside()
         task, self._task = self._task, None
         if task is not None:
-            self._run(task, factor, precision)
-            return
-        held = [] if self._calls is None else self._calls.held()
-        super().backward(loss, factor, precision, **kwargs)
-        if self._calls is not None:
-            self._calls.backward(held, bool(kwargs.get("retain_graph")))
+            self._rehearse(task)
+        with nullcontext() if self._context is None else self._context.recomputing():
+            if task is not None:
+                self._run(task, factor, precision)
+                return
+            held = [] if self._calls is None else self._calls.held()
+            super().backward(loss, factor, precision, **kwargs)
+            if self._calls is not None:
+                self._calls.backward(held, bool(kwargs.get("retain_graph")))
+
+    def _rehearse(self, task: PipelineTask) -> None:
+        """How sequences are cut is found by a call of the whole pipeline, which no stage can make in the middle of a schedule."""
+        if self._context is not None:
+            with own_generators(self.everyone.runtime.hardware):
+                for piece in task.pieces:
+                    self._context.rehearse(partial(task.fn, piece))
 
     def _run(self, task: PipelineTask, factor: float, precision: Precision) -> None:
         pipe = self._pipe
@@ -452,11 +472,10 @@ class PipelineStrategy(Strategy):
         """Forget the model. It stays cut, because a whole one need not fit here; it can be prepared again."""
         super().release()
         if self._pipe is not None:
-            self._pipe.route.whole = None
-            self._pipe.route.leave = None
+            self._pipe.route.whole = self._pipe.route.leave = self._pipe.route.context = None
         if self._spread is not None:
             self._spread.release(model)
-        self._pipe = self._calls = self._state = self._model = self._task = None
+        self._pipe = self._calls = self._state = self._model = self._task = self._context = None
         self._shared, self._uncounted = [], set()
         self._summed.clear()
         self._aside.clear()

@@ -25,8 +25,12 @@ tensor = Later("torch.distributed.tensor")
 
 
 def is_lendable(value: Any) -> bool:
-    """Is it a parameter that this axis alone has cut or kept whole? Under FSDP: one that is gathered at the moment."""
-    return isinstance(value, tensor.DTensor) and value.device_mesh.ndim == 1
+    """Is it a parameter that this axis alone has cut or kept whole, or experts that are distributed? Under FSDP: one that is gathered
+    at the moment.
+    """
+    return isinstance(value, tensor.DTensor) and (
+        value.device_mesh.ndim == 1 or value.device_mesh.mesh_dim_names == ("ep", "tp")
+    )
 
 
 class LocalParameters:
@@ -54,7 +58,7 @@ class LocalParameters:
             held: dict[str, Any] = holder._parameters
             for key, value in held.items():
                 if value is not None and is_lendable(value):
-                    is_whole = value.placements[0].is_replicate()
+                    is_whole = value.placements[-1].is_replicate()
                     if not self._only_whole or is_whole:
                         self._lend(holder, key, value, is_whole)
 

@@ -3,7 +3,8 @@
 Experts are found by their shape, which is that of transformers 5: a module with `num_experts`, whose own parameters are stacked,
 (experts, rows, columns), and whose forward is given (hidden_states, top_k_index, top_k_weights). Ranks along the axis read data of
 their own. Before the module's own forward each (token, expert) pair is sent to the expert's rank; its result comes back and is
-weighted at home. The router, and all other parameters, stay as they are.
+weighted at home. The router, and all other parameters, stay as they are. Beside tensor parallelism each expert is cut as its plan
+says: ranks of one group of it send the same tokens, compute terms, and sum what comes back.
 """
 
 import inspect
@@ -14,14 +15,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from headway.common.optional import Later
 from headway.common.text import listed
 from headway.errors import PrepareError
 from headway.runtime.collective_log import CollectiveLedger
 from headway.strategies.fully_sharded.fsdp_state import named
 from headway.strategies.parts import holders_of
 from headway.strategies.tensor.calls import LocalParameters
-from headway.strategies.tensor.crossings import SplitAxis, exchange, exchange_counts
+from headway.strategies.tensor.crossings import SplitAxis, cut, exchange, exchange_counts
 from headway.strategies.tensor.tensor_parallel import place_parameter
+
+tensor = Later("torch.distributed.tensor")
 
 
 def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger) -> list[torch.nn.Module]:
@@ -29,7 +33,7 @@ def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedg
 
     Args:
         model: it must hold the same values on all ranks.
-        mesh: a DeviceMesh of one dimension: the ranks.
+        mesh: the layout's DeviceMesh: the ranks along "ep", and those along "tp" that have cut matrices.
         ledger: takes the exchanges, by the names of modules.
 
     Returns:
@@ -38,20 +42,33 @@ def distribute_experts(model: torch.nn.Module, mesh: Any, ledger: CollectiveLedg
     Raises:
         PrepareError: there are no experts of this kind, or they cannot be divided among so many ranks.
     """
-    axis = SplitAxis.of(mesh)
+    axis = SplitAxis.of(mesh["ep"])
+    both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
     found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
     _check(model, found, axis.size)
     for name, module in found.items():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = place_parameter(parameter, (0, 1), axis)
+                module._parameters[key] = _place(parameter, axis, both)
         module.num_experts = int(module.num_experts) // axis.size
         local, call = LocalParameters([module], axis), ExpertCall(axis, ledger, named("all-to-all", name))
         module.register_forward_pre_hook(local.before, with_kwargs=True)
         module.register_forward_pre_hook(call.before, with_kwargs=True)
-        module.register_forward_hook(call.after)
+        module.register_forward_hook(call.after, prepend=True)  # terms of matrices that are cut are summed behind it
         module.register_forward_hook(local.after, always_call=True)
     return list(found.values())
+
+
+def _place(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
+    """This rank's experts; of each, what tensor parallelism has left here."""
+    if both is None:
+        return place_parameter(parameter, (0, 1), axis)
+    whole: Any = parameter.detach()
+    part = cut(whole.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
+    kept = [tensor.Shard(0), *whole.placements]
+    stride = torch.empty(whole.shape, device="meta").stride()
+    found = tensor.DTensor.from_local(part, both, kept, run_check=False, shape=whole.shape, stride=stride)
+    return torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:

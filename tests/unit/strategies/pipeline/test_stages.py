@@ -87,9 +87,9 @@ def test_every_rank_has_its_number_of_stages(schedule):
 
 
 def test_layouts_with_a_pipeline():
-    for text in ("ddp+pp=2", "fsdp+pp=2", "tp=2+pp=2+ddp"):
+    for text in ("ddp+pp=2", "fsdp+pp=2", "tp=2+pp=2+ddp", "cp=2+pp=2+fsdp"):
         check_served(parse(text).resolve(8))
-    with pytest.raises(UnsupportedError, match=r"cannot be combined with pipeline stages .* leave cp out, as in"):
-        check_served(parse("cp=2+pp=2+fsdp").resolve(8))
+    with pytest.raises(UnsupportedError, match=r"cannot be combined with groups of experts .* as in fsdp\+ep=2"):
+        check_served(parse("ep=2+pp=2+fsdp").resolve(8))
     assert Layout(pp=2, shard=2).stages == [range(2), range(2, 4)]
     assert [list(group) for group in Layout(pp=2, replicate=2).groups("pp")] == [[0, 2], [1, 3]]
