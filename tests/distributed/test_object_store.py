@@ -1,11 +1,13 @@
 """Runs whose checkpoints lie in an object store: resumed bit by bit, read by ranges, and safe from kills, errors and each other."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,7 +162,7 @@ def test_what_lies_there(proxy, port):
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         free.load_state(f"s3://{server.BUCKET}/elsewhere/nothing")
     with pytest.raises(ConfigError, match="as text"):
-        free.save_state(__import__("pathlib").Path(other))
+        free.save_state(Path(other))
     free.end_training()
     accelerator.end_training()
     assert not [key for key in server.keys(port) if key.endswith(".lock")]
@@ -299,6 +301,19 @@ def test_kills_and_errors(capsys):
     ]
     outputs = [each.communicate(timeout=250)[0] for each in ran]
     assert [each.returncode for each in ran] == [0, 0], outputs
+
+
+def test_the_example_ends_with_the_loss_of_the_undisturbed_run():
+    ran = subprocess.run(
+        [sys.executable, "examples/object_store.py"], capture_output=True, text=True, timeout=250,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "was ended by SIGKILL" in ran.stderr
+    assert "resumed from s3://bucket/killed/checkpoints/checkpoint_" in ran.stdout
+    losses = re.findall(r"loss after 24 updates: (\S+)", ran.stdout)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
 
 
 # ---------------------------------------------------------------- memory
