@@ -18,6 +18,7 @@ SLACK = 240
 KILLED_AFTER = 9
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 def test_a_lost_machine_costs_one_update_at_most(layout, tmp_path):

@@ -30,6 +30,7 @@ NUM_EPOCHS = 6
 seed, num_kills, keeps, damage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 set_seed(0)
+torch.set_num_threads(1)  # alike on one machine and on several
 project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2, keep_in_memory=keeps)
 accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2)
 out = os.open(f"rank{accelerator.process_index}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
