@@ -20,25 +20,22 @@ from headway.common.text import listed
 from headway.errors import CheckpointError
 
 TABLE = ".metadata"
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_TABLE = "torch.distributed.checkpoint.metadata"
 _NAMES = {
-    ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set"),
-    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    (_TABLE, "Metadata"), (_TABLE, "MetadataIndex"), (_TABLE, "StorageMeta"), (_TABLE, "TensorStorageMetadata"),
+    (_TABLE, "BytesStorageMetadata"), (_TABLE, "ChunkStorageMetadata"), (_TABLE, "TensorProperties"),
+    (_TABLE, "_MEM_FORMAT_ENCODING"), ("collections", "OrderedDict"), ("builtins", "set"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size"),
+    ("torch", "device"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
 _OF_MODELS = ("model", "module", "state_dict", "app")
 
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
-        )
-        is_table = (
-            module in _MODULES
-            and "." not in name
-            and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
-        )
-        if is_dtype or is_table or (module, name) in _NAMES:
+        value = getattr(torch, name, None) if module == "torch" else None
+        is_dtype = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+        if is_dtype or (module, name) in _NAMES:
             return super().find_class(module, name)
         raise CheckpointError(
             f"{TABLE} names {module}.{name}, which no table of contents needs: it is damaged or made to do harm"

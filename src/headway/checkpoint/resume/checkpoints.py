@@ -45,7 +45,7 @@ _NOT_AUTOMATIC = (
 )
 _ARGUMENTS = {
     "save_state": (
-        "output_dir safe_serialization blocking metric",
+        "output_dir safe_serialization blocking metric weights",
         "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
         "the checkpoint holds the whole state",
     ),
