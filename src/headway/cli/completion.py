@@ -5,7 +5,7 @@ from click.shell_completion import get_completion_class
 
 from headway.cli.options import GroupedCommand, examples
 
-_ABOUT = "Print the script that lets SHELL complete the commands and flags of headway by the tab key."
+_ABOUT = "Print the script for tab completion of headway's commands and flags in SHELL."
 
 _EPILOG = examples(
     "source <(headway completion bash)                                   in ~/.bashrc",

@@ -258,7 +258,7 @@ def _read(path: Path) -> str:
 
 _ABOUT = """Find out why a run does not start, hangs or crawls.
 
-First this machine is looked at: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
+First it examines this machine: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
 would start with the same flags meet (two on the CPU where it would start one), compare versions, clocks and the working folder, and
 measure an all-reduce. Each finding comes with what to do. The exit code is 0 if nothing bad was found. On several machines give each
 the same command as to `headway launch`; under SLURM, `srun headway doctor`.

@@ -12,12 +12,12 @@ from headway.errors import ConfigError
 from headway.forecasting.device.devices import find
 from headway.planning.tasks import TASKS
 
-_ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
+_ABOUT = """Estimate the memory that the model in FOLDER needs, what fits on this machine, and the highest speed.
 
 FOLDER holds a transformers `config.json`; weights are not needed. The rate is a ceiling: bandwidth, measured here in about two
 seconds, over the bytes that each token has to read.
 
-With --device: what training takes on that GPU, which this machine need not have, and the largest batch; FOLDER may then also be
+With --device: the memory of training on that GPU, even if this machine has none, and the largest batch; FOLDER may then also be
 a config file or a transformers model type. With --script, too: what your own script takes, run up to its second update on
 tensors without values.
 """

@@ -201,7 +201,7 @@ _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine,
 
 Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own. If
 SCRIPT takes a flag of the same name, put `--` before SCRIPT. Settings in the script win over flags, flags over HEADWAY_*
-variables, variables over the config file. One process is a plain `python SCRIPT`; several are kept by torch's elastic
+variables, variables over the config file. One process is a plain `python SCRIPT`; several are supervised by torch's elastic
 agent, and the first failure ends them all.
 """
 
@@ -352,7 +352,7 @@ def _parameters() -> list[click.Parameter]:
         *foreign_options(),
         CONFIG_FILE,
         option("--dry_run", None, "Configuration", "Print the exact command and environment, and start nothing."),
-        option("--force", None, "Configuration", "Let the command line win where the script says something else."),
+        option("--force", None, "Configuration", "Let the command line override what the script says."),
         click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
         click.Argument(
             ["script_args"],

@@ -18,11 +18,11 @@ _COMMANDS = {
     "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
     "inspect": ("headway.cli.inspect", "Print what a checkpoint holds."),
     "merge": ("headway.cli.merge", "Write a checkpoint's weights as plain safetensors."),
-    "estimate": ("headway.cli.estimate", "Say what running a model takes, and how fast it can be here."),
-    "plan": ("headway.cli.plan", "Say what a run takes by layout: memory, traffic, time, for any number of ranks."),
+    "estimate": ("headway.cli.estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
+    "plan": ("headway.cli.plan", "Compare layouts on any number of ranks: memory, traffic, time."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
-    "compat": ("headway.cli.compat", "Say how the names of Accelerate are served, and which ones a script uses."),
+    "compat": ("headway.cli.compat", "Show which names of Accelerate work, also for a script."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
     "completion": ("headway.cli.completion", "Print the script that completes commands and flags in your shell."),
 }
@@ -36,7 +36,7 @@ _EPILOG = """Examples:
   headway launch train.py                          every accelerator, or one CPU process
   headway estimate llama --device h100             what training takes, and the largest batch
   headway report runs/digits                       one page of a run
-  source <(headway completion bash)                commands and flags by the tab key
+  source <(headway completion bash)                tab completion of commands and flags
 """
 
 

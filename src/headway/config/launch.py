@@ -304,7 +304,7 @@ class LaunchConfig:
     rdzv_id: Maybe[str] = _setting(_MACHINES, "Name of the run, where several share one rendezvous.")
     secret: Maybe[str] = _setting(
         _MACHINES,
-        "File with 16 bytes or more, alike on all machines, by which they know one another. HEADWAY_SECRET may hold them instead.",
+        "File of at least 16 bytes, the same on all machines, which proves who belongs. HEADWAY_SECRET may hold them instead.",
         is_for_files=False,
     )
     max_restarts: Maybe[int] = _setting(
@@ -343,7 +343,7 @@ class LaunchConfig:
     )
     role: Maybe[str] = _setting(_CARE, "Word before the process number in line prefixes: [rank 0].", default="rank")
     debug: Maybe[bool] = _setting(_CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow.")
-    quiet: Maybe[bool] = _setting(_CARE, "Leave the banner out.", short="-q")
+    quiet: Maybe[bool] = _setting(_CARE, "Do not print the banner.", short="-q")
     module: Maybe[bool] = _setting(
         _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_usual=True
     )
