@@ -113,6 +113,57 @@ class UNet(nn.Module):
         return self.head(self.last(torch.cat([back, first], 1)))  # type: ignore[no-any-return]
 
 
+class Detector(nn.Module):
+    """Classes and boxes at every place of three resolutions, as RetinaNet gives them; the loss is dense, too."""
+
+    strides = (8, 16, 32)
+
+    def __init__(self, width: int = 64, classes: int = 20) -> None:
+        super().__init__()
+        self.classes = classes
+        self.stem = nn.Sequential(*self._down(3, width), *self._down(width, width), *self._down(width, width))
+        self.stages = nn.ModuleList(
+            nn.Sequential(*self._down(width << index, width << index + 1)) for index in range(2)
+        )
+        self.lateral = nn.ModuleList(nn.Conv2d(width << index, width, 1) for index in range(3))
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, outputs, 3, padding=1))
+            for outputs in (classes, 4)
+        )
+
+    @staticmethod
+    def _down(inside: int, outside: int) -> list[nn.Module]:
+        return [nn.Conv2d(inside, outside, 3, 2, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+
+    def forward(self, pixels: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Images with what is at each place: (samples, places, classes) and (samples, places, 4)."""
+        levels = [self.stem(pixels)]
+        for stage in self.stages:
+            levels.append(stage(levels[-1]))
+        merged = [lateral(level) for lateral, level in zip(self.lateral, levels)]
+        for index in (1, 0):
+            merged[index] = merged[index] + nn.functional.interpolate(merged[index + 1], scale_factor=2)
+        logits, found = (torch.cat([head(level).flatten(2) for level in merged], 2).mT for head in self.heads)
+        entropy = nn.functional.binary_cross_entropy_with_logits(logits, classes, reduction="none")
+        certainty = torch.where(classes > 0, logits.sigmoid(), 1 - logits.sigmoid())
+        focal = ((1 - certainty) ** 2 * entropy).sum() / classes.sum().clamp(min=1)
+        return {"loss": focal + nn.functional.smooth_l1_loss(found, boxes), "logits": logits, "boxes": found}
+
+
+def detections(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
+    """Images with dense targets."""
+
+    def batch(size: int, device: str) -> dict[str, torch.Tensor]:
+        places = sum((width // stride) ** 2 for stride in Detector.strides)
+        return {
+            "pixels": torch.zeros(size, 3, width, width, device=device),
+            "classes": torch.zeros(size, places, 20, device=device),
+            "boxes": torch.zeros(size, places, 4, device=device),
+        }
+
+    return batch
+
+
 class Graph(nn.Module):
     """Messages along edges, summed at nodes."""
 
@@ -259,4 +310,5 @@ MODELS = {
         tokens(512),
         8,
     ),
+    "detector": Model(Detector, detections(256), 4, False, True),
 }

@@ -1,4 +1,4 @@
-"""What sums ask for beside their results: torch's own kernels and allocator, and the forecast's rule, on four kinds of device."""
+"""What sums and norms ask for beside their results: torch's own kernels and allocator, and the forecast's rule."""
 
 import json
 import os
@@ -25,7 +25,7 @@ for shape, dims in json.loads(sys.argv[1]):
         values = torch.zeros(shape, device="cuda", dtype=dtype)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = torch.sum(values, dims)
+        result = torch.sum(values, dims) if sys.argv[2] == "sum" else torch.linalg.vector_norm(values, 2, dims)
         rounded = -(-result.nbytes // 512) * 512
         found.append(torch.cuda.max_memory_allocated() - before - rounded)
         del values, result
@@ -33,18 +33,20 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.parametrize("name", ["sum", "linalg_vector_norm"])
 @pytest.mark.parametrize("kind", ["h100", "a100-80gb", "t4", "rtx-3090"])
-def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str) -> None:
+def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str, name: str) -> None:
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
-    command = [sys.executable, "-c", MEASURE, json.dumps(SHAPES)]
+    command = [sys.executable, "-c", MEASURE, json.dumps(SHAPES), name]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
     card = find(kind)
-    rule = of_sums(card.processors, card.threads)["aten::sum"]
+    rule = of_sums(card.processors, card.threads)[f"aten::{name}"]
     real = json.loads(ran.stdout.splitlines()[-1])
     cases = [(shape, dims, dtype) for shape, dims in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     for (shape, dims, dtype), num_bytes in zip(cases, real, strict=True):
-        asked = sum(rule((torch.empty(shape, dtype=dtype, device="meta"), dims)))
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        asked = sum(rule((values, dims) if name == "sum" else (values, 2.0, dims)))
         # Beside it flags of some bytes a block, and what a block of the allocator has left over.
         assert 0 <= num_bytes - asked < (1 << 20) + (1 << 12) if asked else num_bytes < 1 << 12, (shape, dims, dtype)

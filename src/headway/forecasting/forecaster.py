@@ -14,6 +14,7 @@ from headway.forecasting.device.devices import Device, room, spread
 from headway.forecasting.solve import BudgetSearch, LongestSequence
 from headway.forecasting.tracing.events import MemoryEvent, told_apart
 from headway.forecasting.tracing.fake import Spread, trace
+from headway.forecasting.tracing.repeats import RepeatProof
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
 
@@ -36,6 +37,7 @@ class StepForecaster:
         prepare: is given the model before the first step; None: nothing is done.
         is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         spread: over which ranks; None: the model is on one process.
+        can_repeat: `spread` treats blocks alike, however many there are.
         counts_work: traces also count what operations compute and move.
         num_traces: steps that were traced.
     """
@@ -48,8 +50,10 @@ class StepForecaster:
     is_expandable: bool = False
     spread: Spread | None = None
     counts_work: bool = False
+    can_repeat: bool = True
     num_traces: int = field(default=0, init=False)
     _traces: dict[int, Trace] = field(default_factory=dict, init=False)
+    _proofs: list[RepeatProof] = field(default_factory=list, init=False)
 
     def forecast(
         self, batch_size: int, limit: int | None, largest: bool = False, longest: LongestSequence | None = None
@@ -113,7 +117,7 @@ class StepForecaster:
         self.num_traces += 1
         logger.info("tracing a step of %s", shown)
         parts = self.model_fn, batch, self.recipe, self.device, self.prepare
-        return trace(*parts, spread=self.spread, counts_work=self.counts_work)
+        return trace(*parts, self.spread, self.counts_work, self.can_repeat, self._proofs)
 
     def _reserved(self, events: list[MemoryEvent]) -> int:
         known, unsure = told_apart(events)

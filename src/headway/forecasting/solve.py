@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.events import MemoryEvent, plain_peak
 
 PROBE = 8
 """One sample alone often takes another way through a model, and the kernels of very small batches are others."""
@@ -101,7 +101,7 @@ class BudgetSearch:
         if begin + self._degree > bound or not self._is_regular(begin):
             return self._by_traces(bound)
         for _ in range(_ROUNDS):
-            size = self._without_gaps(begin, self._bisect(partial(self._fits_synthetic, begin), bound))
+            size = self._without_gaps(begin, self._bisect_synthetic(begin, bound))
             if size == 0:
                 return 0 if not self._fits(1) else self._by_traces(PROBE)
             if self._fits(size):
@@ -129,6 +129,14 @@ class BudgetSearch:
         if not self._is_regular(PROBE):
             return []
         return [(size, self._takes(self._synthetic(PROBE, size))) for size in sizes]
+
+    def _bisect_synthetic(self, begin: int, bound: int) -> int:
+        """The allocator takes a little more than the tensors, whose sum is quick: only sizes near that limit are replayed."""
+        bound = self._bisect(lambda size: plain_peak(self._synthetic(begin, size)) <= self._capacity, bound)
+        near = bound - bound // 8
+        return self._bisect(
+            partial(self._fits_synthetic, begin), bound, near if near and self._fits_synthetic(begin, near) else 0
+        )
 
     def _fits_synthetic(self, begin: int, size: int) -> bool:
         return self._takes(self._synthetic(begin, size)) <= self._capacity

@@ -18,6 +18,7 @@ from headway.forecasting.solve import PROBE
 from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
+from headway.planning.dry_run.repeated import treats_blocks_alike
 from headway.planning.forecast import Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker
@@ -125,6 +126,7 @@ def cheapest(
             expandable_segments,
             placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu"),
             counts_work=True,
+            can_repeat=treats_blocks_alike(options),
         )
         blank = Configuration(
             allowed[-1], global_batch_size // allowed[-1], again is not False, precision, _name(optimizer), kernel

@@ -18,6 +18,7 @@ from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.dry_run.drive import Step
 from headway.planning.dry_run.fake_group import PeerAnswer
 from headway.planning.dry_run.meter import MeteredCollective, Volume
+from headway.planning.dry_run.repeated import dry_run_repeated, treats_blocks_alike
 from headway.planning.dry_run.trial import StepDryRun, dry_run_rank, dry_run_stages
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, RankShare, outcome
@@ -105,12 +106,17 @@ def plan(
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
-    given = step, maker(optimizer), precision, collect_options(kwargs_handlers), machine_ranks
+    options = collect_options(kwargs_handlers)
+    given = step, maker(optimizer), precision, options, machine_ranks
 
-    def trial(rank: int, told: PeerAnswer | None = None) -> StepDryRun:
+    def trial(rank: int, told: PeerAnswer | None = None, make: Callable[[], nn.Module] = make) -> StepDryRun:
         return dry_run_rank(make, layout, rank, *given, told, _CARD)
 
-    return outcome(name, layout, dry_run_stages(layout, trial) if layout.pp > 1 else (trial(0),), tokens)
+    if layout.pp > 1:
+        return outcome(name, layout, dry_run_stages(layout, trial), tokens)
+    can_repeat = step is not None and treats_blocks_alike(options)
+    found = dry_run_repeated(make, lambda short: trial(0, make=short)) if can_repeat else None
+    return outcome(name, layout, (found or trial(0),), tokens)
 
 
 def compare(

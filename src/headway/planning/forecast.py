@@ -19,6 +19,7 @@ from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
 from headway.forecasting.tracing.tensors import MASK, POSITIONS
+from headway.planning.dry_run.repeated import treats_blocks_alike
 from headway.planning.dry_run.script import dry_run_script
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
@@ -105,8 +106,9 @@ def forecast(
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
     example = _first(batch_fn, (1, *next(recipe.asked())))
     step = StepForecaster(
-        partial(made, model_fn, example), batch_fn, recipe, target, prepare, expandable_segments, place
-    )
+        partial(made, model_fn, example), batch_fn, recipe, target, prepare, expandable_segments, place,
+        can_repeat=treats_blocks_alike(options),
+    )  # fmt: skip
     found = step.forecast(batch_size, budget_of(target, budget), largest, longest)
     caveats = (*place.caveats(), *found.caveats, *of_optimizer(optimizer), *_of_batch(example))
     return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)

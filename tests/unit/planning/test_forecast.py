@@ -10,6 +10,7 @@ import headway
 from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.forecasting.device.devices import DEVICES, MIB, find, room, spread
+from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
 
 class Block(nn.Module):
@@ -160,3 +161,21 @@ def test_the_published_table_is_met():
         assert likely == pytest.approx(published, rel=0.05)
         assert least < published < most
     assert 100 <= largest() <= 120
+
+
+def test_every_eighth_block_is_every_eighth_of_all_blocks():
+    """Not of the few that are traced where blocks repeat."""
+
+    def taken(recompute):
+        return headway.forecast(
+            lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(17))),
+            lambda size: (torch.zeros(size, 64), torch.zeros(size, 64)),
+            loss=nn.functional.mse_loss,
+            batch_size=4096,
+            largest=False,
+            recompute=recompute,
+        ).allocated
+
+    every = ActivationCheckpointing(every=8)
+    assert taken(every) == taken(lambda model: checkpoint_activations(model, every, torch.device("cuda")))
+    assert taken(ActivationCheckpointing()) < taken(every) < taken(False)

@@ -55,34 +55,66 @@ _SORTED_FROM = 3072
 
 
 def _flash_backward(args: tuple[Any, ...]) -> list[int]:
-    """The gradient of queries in float32, and a row of sums for each."""
+    """A row of sums for each query, and the gradient of queries in float32."""
     query = args[1]
     samples, heads, length, width = query.shape
     padded, wide = -(-length // 128) * 128, -(-width // 32) * 32
-    return [samples * heads * padded * wide * 4, samples * heads * padded * 4]
+    copies = [*_as_kernels_read(args[0]), *_as_kernels_read(args[4])]
+    return [*copies, samples * heads * padded * 4, samples * heads * padded * wide * 4]
+
+
+def _as_kernels_read(tensor: torch.Tensor) -> list[int]:
+    """A copy of what does not lie by samples, tokens and heads."""
+    return [] if tensor.transpose(1, 2).is_contiguous() else [tensor.nbytes]
+
+
+def _grouped_gradients(args: tuple[Any, ...]) -> list[int]:
+    """Gradients of grouped heads are those of all heads until they are summed up."""
+    query, key = args[1], args[2]
+    samples, heads, _, width = query.shape
+    return [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
 
 
 def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query; in half precision gradients in float32, of wide heads also those of keys and values.
+    """A row of sums for each query, in float32 those of a product made before; then gradients in float32, in blocks with a lock each.
 
-    Gradients of grouped heads are those of all heads until they are summed up.
+    Of wide heads in half precision also the gradients of keys and values.
     """
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
-    found = [samples * heads * length * 4]
-    if key.shape[1] != heads:
-        found += [samples * heads * key.shape[2] * width * key.element_size()] * 2
-    if query.dtype in _HALVES:
-        is_wide = width > 128
-        padded = -(-width // 128) * 128 if is_wide else -(-width // 64) * 64
-        found.append(samples * heads * (length + is_wide * 2 * key.shape[2]) * padded * 4)
-    return found
+    is_half = query.dtype in _HALVES
+    rows = samples * heads * length * 4
+    high = 128 if is_half and width > 64 else 64
+    wide = 128 if 64 < width <= 128 else 64
+    blocks, across = samples * heads * -(-length // high), -(-width // wide)
+    room = blocks * across * (high * wide * 4 + 16)
+    if is_half and width > 128:
+        room += samples * heads * 2 * key.shape[2] * -(-width // 128) * 128 * 4
+    product = [rows] if is_half else [query.nbytes, rows, rows, -rows, -query.nbytes]
+    return [*_as_kernels_read(args[0]), *product, room]
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
     """Indices, sorted, with where they were, and room to sort them in."""
     size = args[1].numel() * 8
     return [size, size, 2 * size] if args[1].numel() > _SORTED_FROM else []
+
+
+def _embedding_sums(args: tuple[Any, ...]) -> list[int]:
+    """Sums of ten rows at most each, as many as there may be: every index that occurs begins one.
+
+    Where far more indices than rows are summed up, torch takes another way; the bounds were measured.
+    """
+    indices, rows = args[1].numel(), args[2]
+    if indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
+        return []
+    sums = indices // 10 + min(indices, rows)
+    return [sums * 8, sums * args[0].shape[-1] * 4]
+
+
+def _where_all_is_masked(args: tuple[Any, ...]) -> list[int]:
+    """What is masked, the rows in which all is, and the zero that these become."""
+    return [args[0].numel(), args[0].numel() // args[0].shape[args[1]], 4]
 
 
 def _convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
@@ -161,9 +193,7 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
 
 SCRATCH_OF_CUDA: dict[str, Sizes] = {
     **_BY_VALUES,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _grouped_gradients,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
@@ -176,6 +206,17 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "bitsandbytes::dequantize_blockwise": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+
+LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
+    "aten::_safe_softmax": _where_all_is_masked,
+    "aten::_softmax_backward_data": lambda args: [args[0].nbytes],  # the gradient times the result
+    "aten::embedding_dense_backward": _embedding_sums,
+}
+"""On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
 
 
 def scratch(device: Device) -> dict[str, Sizes]:
@@ -278,6 +319,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
             choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
             workspaces.override(library)
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
+            library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
                     _in_float32(library, name)
@@ -303,6 +345,13 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]  # type: ignore[no-any-return]
     return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
+
+
+def _linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Of inputs that are not in a row torch adds the bias in place, but not where it is of a subclass, as a fake one is."""
+    if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
+        return torch.matmul(tokens, weight.t()).add_(bias)
+    return torch.ops.aten.linear.default.decompose(tokens, weight, bias)  # type: ignore[no-any-return]
 
 
 def _attention(choice: AttentionKernel | None) -> Callable[..., Any]:

@@ -114,14 +114,15 @@ Sizes = Callable[[tuple[Any, ...]], list[int]]
 
 
 def of_sums(processors: int, threads: int) -> dict[str, Sizes]:
-    """Bytes that sums and means ask for beside their results, by operation.
+    """Bytes that sums, means and norms ask for beside their results, by operation.
 
     Args:
         processors: streaming multiprocessors of the device.
         threads: that one of them holds.
     """
     sizes = partial(_sizes, processors, threads)
-    return {f"aten::{name}": sizes for name in ("sum", "mean")}
+    found: dict[str, Sizes] = {f"aten::{name}": sizes for name in ("sum", "mean")}
+    return found | {"aten::linalg_vector_norm": lambda args: sizes((args[0], *args[2:]))}
 
 
 def _sizes(processors: int, threads: int, args: tuple[Any, ...]) -> list[int]:

@@ -21,7 +21,8 @@ from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.four_bit import is_four_bit, pack
-from headway.forecasting.tracing.repeats import find_blocks, trace_repeated
+from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
+from headway.forecasting.tracing.settled import with_third_update
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.tensors import without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
@@ -49,6 +50,8 @@ def trace(
     prepare: Callable[[nn.Module], object] | None = None,
     spread: Spread | None = None,
     counts_work: bool = False,
+    can_repeat: bool = True,
+    proofs: list[RepeatProof] | None = None,
 ) -> Trace:
     """Trace training steps of a model, as they would run on a device.
 
@@ -60,6 +63,8 @@ def trace(
         prepare: what is done to the model before it trains, such as activation checkpointing.
         spread: over which ranks; None: the model is on one process.
         counts_work: also count what operations compute and move, which takes a sixth of the time on top.
+        can_repeat: `spread` treats blocks alike, however many there are, so that a few may stand for all.
+        proofs: that they may, from other batches of the same model; see `trace_repeated`.
 
     Raises:
         UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
@@ -73,9 +78,9 @@ def trace(
         fill(model, fake)
         return _trace_model(model.train(), fake, batch, recipe, device, spread, counts_work)
 
-    blocks = None if callable(recipe.loop) else find_blocks(_made(make, fake, prepare))
-    found = None if blocks is None else trace_repeated(traced, blocks.count)
-    return found or traced()
+    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(_made(make, fake, prepare))
+    found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
+    return with_third_update(found or traced())
 
 
 def _made(

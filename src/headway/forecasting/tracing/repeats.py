@@ -20,7 +20,8 @@ from headway.forecasting.tracing.work import StepWork
 
 FEWEST = 16
 """Repetitions from which on twelve that are traced are worth it."""
-_TRACED = 3
+TRACED = 3
+"""The fewest that are traced; one and two more are, too."""
 _AHEAD = 24
 """Events that must be alike after a place at which others were put in."""
 
@@ -50,6 +51,14 @@ class RepeatedBlocks:
         """Leave so many repetitions in the model."""
         blocks: Any = model.get_submodule(self.path)
         del blocks[self.length - (self.count - count) * self.period :]
+
+    def first_alike(self, name: str) -> str:
+        """The name of what is alike in the first repetition, of a parameter in any of them; another name as it is."""
+        prefix = f"{self.path}." if self.path else ""
+        index, dot, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix) or not index.isdecimal() or int(index) < self.start:
+            return name
+        return f"{prefix}{self.start + (int(index) - self.start) % self.period}{dot}{rest}"
 
 
 def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
@@ -102,33 +111,84 @@ def _part(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
     return type(module), values | hooks, held
 
 
-def trace_repeated(trace: Callable[[int], Trace], count: int) -> Trace | None:
+def trace_repeated(
+    trace: Callable[[int], Trace], count: int, proofs: "list[RepeatProof] | None" = None
+) -> Trace | None:
     """The trace of a model with many repetitions from those with a few; None where these do not prove to be alike.
 
     Args:
         trace: traces the model with so many repetitions.
         count: of the model.
+        proofs: of the same model with other batches: one trace whose events come in the same order is then enough. A new one is
+            added.
     """
+    proofs = [] if proofs is None else proofs
     try:
-        first, second = trace(_TRACED), trace(_TRACED + 1)
+        second = trace(TRACED + 1)
+        for proof in proofs:
+            found = proof.applied(second, count)
+            if found is not None:
+                return found
+        first = trace(TRACED)
         pieces = _grown(_tokens(first), _tokens(second))
         if pieces is None:
             return None
-        third = trace(_TRACED + 2)
+        third = trace(TRACED + 2)
     except HeadwayError:  # such a model cannot be called with fewer blocks than it expects
         return None
     if _summary(first) != _summary(third) or _expanded(pieces, 2) != _expanded([_Piece(_tokens(third))], 0):
         return None
-    expanded = _expanded(pieces, count - _TRACED)
+    proofs.append(RepeatProof(pieces, first, second))
+    return _carried_on(pieces, first, second, count)
+
+
+def _carried_on(pieces: "list[_Piece]", first: Trace, second: Trace, count: int) -> Trace | None:
+    expanded = _expanded(pieces, count - TRACED)
     if expanded is None:
         return None
     events, phases = expanded
-    ahead = count - _TRACED - 1
+    ahead = count - TRACED - 1
     operations = {
         name: times + ahead * (times - first.operations.get(name, 0)) for name, times in second.operations.items()
     }
     work = {phase: _ahead(first.work[phase], done, ahead) for phase, done in second.work.items()}
     return replace(second, events=events, phases=phases, operations=operations, work=work)
+
+
+@dataclass(frozen=True)
+class RepeatProof:
+    """Where one more repetition puts in events, as three traces of a batch have shown.
+
+    Attributes:
+        pieces: of the events.
+        first, second: the traces with `TRACED` repetitions and with one more.
+    """
+
+    pieces: "list[_Piece]"
+    first: Trace
+    second: Trace
+
+    def applied(self, traced: Trace, count: int) -> Trace | None:
+        """The trace of another batch with `count` repetitions, from that with one more than `TRACED`.
+
+        None where it is unlike that of the proof in more than the bytes of its events, where what was put in does not repeat what is
+        before it, and where work was counted, which may grow otherwise with another batch.
+        """
+        if traced.work or _summary(traced) != _summary(self.second) or traced.operations != self.second.operations:
+            return None
+        tokens, here = _tokens(traced), 0
+        pieces: list[_Piece] = []
+        for piece in self.pieces:
+            end = here + len(piece.tokens)
+            sized = list(map(_sized, piece.tokens, tokens[here:end]))
+            repeats = not piece.is_repeated or all(map(_merged, tokens[here - len(sized) : here], tokens[here:end]))
+            if len(sized) < len(piece.tokens) or None in sized or not repeats:
+                return None
+            pieces.append(_Piece([token for token in sized if token], piece.is_repeated))
+            here = end
+        if here < len(tokens) or _expanded(pieces, 1) != _expanded([_Piece(tokens)], 0):
+            return None
+        return _carried_on(pieces, self.first, traced, count)
 
 
 def _summary(traced: Trace) -> Any:
@@ -210,6 +270,21 @@ def _grown_token(one: _Token, other: _Token) -> _Token | None:
     kin = one.kin and (-size, *one.kin[1:])
     merged = _merged(one._replace(event=MemoryEvent(0, size, *one.event[2:]), kin=kin), other)
     return merged and merged._replace(growth=size - one.event.num_bytes)
+
+
+def _sized(known: _Token, other: _Token) -> _Token | None:
+    """The event of another batch, with the place that both have; None where it is another event, or has another place."""
+    if known.event is None or other.event is None:
+        return known if (known.event, known.phase) == (other.event, other.phase) else None
+    is_same = (
+        (known.event.num_bytes < 0) == (other.event.num_bytes < 0)
+        and (known.event.what, *known.event[4:]) == (other.event.what, *other.event[4:])
+        and (known.kin and known.kin[1:]) == (other.kin and other.kin[1:])
+        and (not known.growth or known.event.num_bytes == other.event.num_bytes)
+    )
+    # Where sizes are alike by chance, as they are at one batch and not at another, only one of the two places agrees.
+    placed = _merged(other._replace(newest=known.newest, oldest=known.oldest), other) if is_same else None
+    return placed and placed._replace(growth=known.growth)
 
 
 class _Piece(NamedTuple):

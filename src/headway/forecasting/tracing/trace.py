@@ -25,7 +25,15 @@ from torch.utils._pytree import tree_leaves
 from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.kernels import MATMUL, NAMESPACES, OVERSIZED, UNKNOWN_SCRATCH, grouped_products, scratch
+from headway.forecasting.device.kernels import (
+    LATE_SCRATCH_OF_CUDA,
+    MATMUL,
+    NAMESPACES,
+    OVERSIZED,
+    UNKNOWN_SCRATCH,
+    grouped_products,
+    scratch,
+)
 from headway.forecasting.tracing.bounded import at_most, without_masks
 from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.step import StepObserver
@@ -174,7 +182,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table = scratch(device)
+        self._table, self._late = scratch(device), LATE_SCRATCH_OF_CUDA if device.is_cuda else {}
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -220,6 +228,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         self._results(result, name, args)
+        self._late_scratch(name, args)
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         if func is _ADD and _is_sum_of_gradients(args, result):
@@ -361,6 +370,18 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def _scratch(self, size: int, what: str) -> MemoryEvent:
         self._kinds[self._asked(size, what)] = "workspaces"
         return self.events[-1]
+
+    def _late_scratch(self, name: str, args: tuple[Any, ...]) -> None:
+        """What a kernel asks for when it has its results."""
+        asked: list[MemoryEvent] = []
+        for size in self._late[name](args) if name in self._late else ():
+            if size > 0:
+                asked.append(self._scratch(size, name))
+                continue
+            back = next(event for event in reversed(asked) if event.num_bytes == -size)
+            asked.remove(back)
+            self.events.append(back._replace(num_bytes=size))
+        self.events += [event._replace(num_bytes=-event.num_bytes) for event in asked]
 
     def _workspace(self) -> None:
         """cuBLAS has a handle, and so a workspace, for each thread; autograd runs backward on a thread of its own."""

@@ -165,7 +165,8 @@ class StepDryRun:
         flops: by phase.
         activations: the most bytes that autograd kept at once.
         events: what was computed, sent and received, in order.
-        peak: the most bytes that tensors took at once, temporaries included, in an update that is not the first.
+        trace: of the memory that tensors took.
+        buckets: bytes that DDP's reducer holds on top.
     """
 
     pieces: tuple[TensorShare, ...]
@@ -179,7 +180,21 @@ class StepDryRun:
     activations: int | None = None
     events: tuple[PlanEvent, ...] = field(default=(), compare=False, repr=False)
     # On real tensors a kernel may ask for what fake ones do not, so trials are alike without it.
-    peak: int | None = field(default=None, compare=False)
+    trace: Trace | None = field(default=None, compare=False, repr=False)
+    buckets: int = 0
+
+    @property
+    def peak(self) -> int | None:
+        """The most bytes that tensors take at once, temporaries included, in an update that is not the first: what the optimizer
+        makes at the end of the first is there from the beginning."""
+        if self.trace is None:
+            return None
+        held = most = 0
+        for index, event in enumerate(told_apart(self.trace.events)[0]):
+            held += event.num_bytes
+            later = self.optimizer_state or 0 if index < self.trace.phases["update"] else 0
+            most = max(most, held + later)
+        return most + self.buckets
 
 
 def dry_run_rank(
@@ -280,9 +295,9 @@ def run(
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
     state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
-    peak = _peak(memory.trace(), state) + _buckets(model, layout)
     sent = meter.volumes, dict(meter.flops), saved.peak, tuple(meter.events)
-    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, peak)
+    held = memory.trace(), _buckets(model, layout)
+    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, *held)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -294,15 +309,6 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} cannot step in a plan of this layout: {said}. Plan with optimizer='adamw', or give a "
             "function that makes another optimizer"
         ) from error
-
-
-def _peak(traced: Trace, state: int) -> int:
-    """Of a later update: what the optimizer makes at the end of the first one is there from the beginning."""
-    held = most = 0
-    for index, event in enumerate(told_apart(traced.events)[0]):
-        held += event.num_bytes
-        most = max(most, held + (state if index < traced.phases["update"] else 0))
-    return most
 
 
 def _buckets(model: nn.Module, layout: Layout) -> int:

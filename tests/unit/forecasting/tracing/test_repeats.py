@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.events import MemoryEvent
 from headway.forecasting.tracing.fake import trace
-from headway.forecasting.tracing.repeats import FEWEST, find_blocks
+from headway.forecasting.tracing.repeats import FEWEST, RepeatProof, find_blocks
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import Trace
 
@@ -179,3 +179,40 @@ def test_numbers_of_blocks_are_no_difference_and_other_settings_are() -> None:
         block.p = 0.1 * (index % 7 == 3 or index > 15)
 
     assert find_blocks(model) is None
+
+
+def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
+    proofs: list[RepeatProof] = []
+    recipe = StepRecipe(optimizer=partial(torch.optim.AdamW, foreach=True), precision="bf16")
+
+    def traced_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
+        CALLS.clear()
+        make = partial(Chain, [32] * 24, is_list)
+        return trace(make, lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=proofs)
+
+    for size, repetitions in ((4, 12), (5, 4), (3000, 4)):
+        found = traced_batch(size, True, proofs)
+        assert len(CALLS) == 2 * repetitions
+        full = traced_batch(size, False)
+        assert said(found) == said(full)
+        assert (found.phases, found.operations) == (full.phases, full.operations)
+    assert len(proofs) == 1
+
+
+def test_batch_that_takes_another_way_is_proved_anew() -> None:
+    class Forked(Chain):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(inputs)
+            for block in self.all():
+                hidden = block(hidden) if len(inputs) < 8 else block(block(hidden))
+            return self.last(hidden).mean()
+
+    proofs: list[RepeatProof] = []
+    recipe = StepRecipe(optimizer=None)
+    for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
+        found, full = (
+            trace(partial(Forked, [32] * 20, is_list), lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=known)
+            for is_list, known in ((True, proofs), (False, None))
+        )
+        assert said(found) == said(full)
+        assert len(proofs) == num_proofs

@@ -1,0 +1,107 @@
+"""Plans of models whose blocks repeat: a few are run, and the numbers are those of running all of them."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from headway import ActivationCheckpointing, ShardingOptions
+from headway.config.engines import EngineOptions
+from headway.config.mesh import parse
+from headway.forecasting.device.devices import find
+from headway.planning.compare import plan
+from headway.planning.dry_run.repeated import dry_run_repeated, treats_blocks_alike
+from headway.planning.dry_run.trial import dry_run_rank
+from tests.unit.planning.models import Chain, chain_loss, config, loss, tied
+
+DEPTH = 17
+
+
+def llama():
+    from transformers import LlamaForCausalLM
+
+    from headway.planning.sources import unmasked
+
+    return unmasked(LlamaForCausalLM(config(num_hidden_layers=DEPTH)))
+
+
+def both(make, strategy, num_ranks, step, options=None, precision="no"):
+    """The dry run from a few blocks, and that of all."""
+    given = step, torch.optim.AdamW, precision, options or EngineOptions(), 8, None, find("h100")
+
+    def run(make):
+        return dry_run_rank(make, parse(strategy).resolve(num_ranks), 0, *given)
+
+    return dry_run_repeated(make, run), run(make)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("ddp", 4),
+        ("fsdp", 8),
+        pytest.param("hsdp=2", 4, marks=pytest.mark.slow),
+        pytest.param("tp", 2, marks=pytest.mark.slow),
+        ("fsdp+tp=2", 4),
+        pytest.param("fsdp+cp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_are_those_of_running_all(strategy, num_ranks):
+    found, whole = both(llama, strategy, num_ranks, loss, precision="bf16")
+    assert found == whole
+    assert (found.peak, found.buckets) == (whole.peak, whole.buckets)
+    assert found.trace.phases == whole.trace.phases
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(checkpointing=ActivationCheckpointing()),
+        EngineOptions(checkpointing=ActivationCheckpointing(policy="keep_matmul")),
+        EngineOptions(sharding=ShardingOptions(reshard_after_forward=False)),
+    ],
+)
+def test_with_options(options):
+    found, whole = both(llama, "fsdp", 8, loss, options)
+    assert found == whole
+    assert found.peak == whole.peak
+
+
+def test_a_list_that_is_the_model_itself():
+    def make():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(DEPTH)))
+
+    found, whole = both(make, "fsdp", 4, chain_loss)
+    assert found == whole
+    assert [piece.name for piece in found.pieces] == [name for name, _ in make().named_parameters()]
+
+
+class Widening(Chain):
+    """Its activations grow with the number of the block, so none repeats another."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.cat([x, layer(x[:5])])
+        return x
+
+
+def test_blocks_that_do_not_repeat_are_run_whole():
+    assert both(partial(Widening, 24, DEPTH), "fsdp", 4, chain_loss)[0] is None
+    assert both(tied, "fsdp", 4, loss)[0] is None  # two blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(checkpointing=ActivationCheckpointing(every=8)),
+        EngineOptions(sharding=ShardingOptions(forward_prefetch=4)),
+        EngineOptions(sharding=ShardingOptions(min_num_params=2000)),
+    ],
+)
+def test_options_that_count_blocks_are_run_whole(options):
+    assert not treats_blocks_alike(options)
+    handlers = [each for each in (options.checkpointing, options.sharding) if each is not None]
+    found = plan(llama, "fsdp", 8, step=loss, kwargs_handlers=handlers)
+    whole = dry_run_rank(llama, found.layout, 0, loss, torch.optim.AdamW, options=options, device=find("h100"))
+    assert (found.activations, found.flops) == (whole.activations, sum(whole.flops.values()))
