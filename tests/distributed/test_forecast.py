@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.forecast.layouts import SETTINGS, compare
+from benchmarks.forecast.layouts import ROWS, compare
 
-BY_NAME = {str(setting): setting for setting in SETTINGS}
+BY_NAME = {str(setting): setting for _, setting in ROWS}
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,8 @@ BY_NAME = {str(setting): setting for setting in SETTINGS}
         ("GPT", "fsdp, 2 ranks, bf16, accumulated over 2"),
         ("GPT", "ddp, 2 ranks, float32, gradients as views"),
         ("Llama", "fsdp+tp=2, 4 ranks, float32"),
+        ("Llama", "ddp, 2 ranks, bf16, half residual, recomputed"),
+        ("Llama, chunked loss", "fsdp, 2 ranks, float32"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

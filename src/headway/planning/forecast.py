@@ -25,6 +25,7 @@ from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.sources import unmasked
+from headway.precision.mixed import halve_embeddings
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
@@ -85,7 +86,7 @@ def forecast(
             for rank 0, which holds the most, and batch sizes are per rank.
         ranks: the number of ranks in the run; goes with `strategy`.
         kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, DistributedDataParallelKwargs,
-            ActivationCheckpointing.
+            ActivationCheckpointing, AutocastKwargs(half_residual=True).
         machine_ranks: ranks on one machine, for "hsdp".
 
     Raises:
@@ -154,17 +155,19 @@ def made(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
 def preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
-    """The options with what is to be recomputed; a function of the user's own goes beside them."""
+    """The options with what is to be recomputed; what else is done to a model goes beside them."""
+    halve = halve_embeddings if options.autocast.half_residual else None
     if recompute is False:
-        return options, None
+        return options, halve
     if not isinstance(recompute, ActivationCheckpointing | bool):
-        return options, recompute
+        given = recompute
+        return options, (lambda model: (given(model), halve(model))) if halve else given
     if options.checkpointing is not None:
         raise ConfigError(
             "recompute and an ActivationCheckpointing in kwargs_handlers are both given; give one of them"
         )
     plan = recompute if isinstance(recompute, ActivationCheckpointing) else ActivationCheckpointing()
-    return replace(options, checkpointing=plan), None
+    return replace(options, checkpointing=plan), halve
 
 
 def _place(

@@ -27,6 +27,7 @@ from headway.forecasting.tracing.model_copy import BatchResizer, twin_of, twin_o
 from headway.forecasting.tracing.step import PRECISIONS, Loop, Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.forecasting.tracing.tensors import drop_masks, unmasked
 from headway.offload.spread import spread_over
+from headway.precision.mixed import halve_embeddings
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
@@ -201,6 +202,8 @@ def _twin(question: ForecastRequest, setting: TrainingSetup, rows: BatchResizer)
     """A copy of the model as prepare() makes it."""
     made = twin_of(question.model)
     setting.recompute(question.model, made)
+    if setting.options.autocast.half_residual:
+        halve_embeddings(made)  # where prepare() has done so, once more, which changes nothing
     if not rows.is_padded and not rows.is_packed and hasattr(made, "set_attn_implementation"):
         made = unmasked(made)
         if rows.is_padded is False:
