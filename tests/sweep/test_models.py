@@ -7,13 +7,20 @@ from tests.sweep.model_table import LAYOUTS, measure
 EQUAL = [
     ("T5", "fsdp"),
     ("Mamba", "pp"),
+    ("Swin", "tp"),
+    ("GPT-2", "fsdp+tp=2"),
+    ("BERT", "pp=2+tp=2"),
     ("Qwen3-MoE", "ep"),
     ("Gemma 3", "pp=2+tp=2"),
     ("DeepSeek-V3", "pp=2+tp=2"),
     ("CNN, BatchNorm", "ddp"),
 ]
 REFUSED = [
-    ("BERT", "tp", "has no tensor-parallel plan of its own; give one by module names"),
+    (
+        "Mamba",
+        "tp",
+        "has no tensor-parallel plan of its own, and its structure gives none that splits half of its matrices",
+    ),
     ("Llama", "ep", "has no experts that ep=2 could distribute"),
     ("T5", "cp", "needs one stack of blocks"),
 ]

@@ -15,10 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from headway.config.parallelism import TensorParallelOptions
+from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.strategies.parts import holders_of
 from headway.strategies.tensor import plans, styles
 from headway.strategies.tensor.calls import COUNTS
+from headway.strategies.tensor.styles import BoundaryLayout
 from headway.strategies.tensor.trial import ModuleRun, ModuleTrial
 
 _MOST_LINEARS, _MOST_CHOICES = 16, 6
@@ -82,6 +84,29 @@ def complete(
     return replace(options, plan=plan, divide=(*options.divide, *divide), keep=(*options.keep, *_starred(keep, counts)))
 
 
+def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.SequenceRegion) -> None:
+    """Does each block compute tokens by themselves, but for modules that are given all of them? Asked of plans found here.
+
+    Raises:
+        PrepareError: some block does not, or it cannot be tried.
+    """
+    known = set[str]()
+    for name in (name for stack in region.stacks for name in stack):
+        block, prefix = model.get_submodule(name), f"{name}."
+        sites = {path: site for path, site in cuts.sites.items() if path.startswith(prefix)}
+        layers = [path.removeprefix(prefix) for path, site in sites.items() if isinstance(site.style, styles.Colwise)]
+        alone = [path.removeprefix(prefix) for path, site in sites.items() if site.crossing is BoundaryLayout.SEQUENCE]
+        if (alike := _likeness(block, layers)) in known:
+            continue
+        known.add(alike)
+        gathered = [path.removeprefix(prefix) for path in region.gathered if path.startswith(prefix)]
+        if not ModuleTrial(block, dict.fromkeys([*layers, *alone]), 1).acts_on_tokens(gathered, alone):
+            raise PrepareError(
+                f"sequence_parallel=True: {name!r} ({type(block).__name__}) could not be shown to compute each token by itself "
+                "outside of its split attention and MLPs; leave the option out, or give a plan"
+            )
+
+
 def _starred(found: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
     """The same with `*` for numbers in names, where all known names that fit have the same value."""
     made: dict[str, str] = {}
@@ -108,17 +133,15 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     shared = {id(p) for p, owners in holders_of(model).values() if len(owners) > 1}
     closed: list[str] = []
     for name, module in model.named_modules():
-        is_adapted = plans.is_adapted(module)
-        layer: Any = module.base_layer if is_adapted else module
-        is_linear = isinstance(layer, torch.nn.Linear) or styles.is_transposed(layer)
         if any(name.startswith(f"{around}.") for around in closed):
             continue
-        if isinstance(module, torch.nn.MultiheadAttention) or is_linear or is_adapted:
+        layer, is_adapted = plans.layer_of(module), plans.is_adapted(module)
+        if isinstance(module, torch.nn.MultiheadAttention) or _is_linear(layer) or is_adapted:
             closed.append(name)
         weight = layer._parameters.get("weight")
-        is_plain = isinstance(weight, torch.Tensor) and weight.is_floating_point() and id(weight) not in shared
-        is_plain = is_plain and (type(weight) is torch.nn.Parameter or is_fake(weight))  # no quantized one
-        if is_linear and is_plain and (not is_adapted or plans.misfit(module, styles.Colwise()) is None):
+        is_plain = type(weight) is torch.nn.Parameter or (weight is not None and is_fake(weight))  # not quantized
+        is_own = is_plain and weight.is_floating_point() and id(weight) not in shared
+        if is_own and _is_linear(layer) and (not is_adapted or plans.misfit(module, styles.Colwise()) is None):
             yield name, module
 
 
@@ -156,55 +179,44 @@ def _group(
     trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
 ) -> SplitGroups | None:
     """The first way to cut these matrices that is proved."""
-    inner = _inputs(trial.module.get_submodule(row))
-    widths = {name: _outputs(trial.module.get_submodule(name)) for name in columns}
-    if inner % size or any(width % size for width in widths.values()):
-        return None
-    packed = {
-        name: width // inner if width % inner == 0 and width // inner in _PACKED else 0
-        for name, width in widths.items()
-    }
-    if not any(packed.values()) or any(whole.inputs[row] is whole.inputs[name] for name in columns):
+    layers = {name: plans.layer_of(trial.module.get_submodule(name)) for name in (*columns, row)}
+    inner, widths = styles.num_inputs(layers[row]), [styles.num_outputs(layers[name]) for name in columns]
+    packed = [width // inner if width in (inner, 2 * inner, 3 * inner) else 0 for width in widths]
+    is_fed_alike = any(whole.inputs[row] is whole.inputs[name] for name in columns)
+    if is_fed_alike or not any(packed) or any(width % size for width in (inner, *widths)):
         return None
     counts, tables, others = _choices(trial.module, inner, size)
     divisible = [name for name, count in counts.items() if count % size == 0]
-    for factors in product(*([packed[name], 1] if packed[name] > 1 else [1] for name in columns)):
+    for factors in product(*([factor, 1] if factor > 1 else [1] for factor in packed)):
         plan = {name: _PACKED[factor] for name, factor in zip(columns, factors)} | {row: "rowwise"}
         for chosen in _subsets([*divisible, *tables], others):
             divide = [name for name in chosen if name not in tables]
             cut = dict.fromkeys((name for name in chosen if name in tables), "rowwise")
             if (partial := trial.proves(plan | cut, divide, row)) is None:
                 continue
-            transposed = styles.is_transposed(trial.module.get_submodule(columns[0]))
-            if (
-                is_sharded and max(factors) > 1 and not transposed
-            ):  # sharded along the dimension in which they are packed
-                return SplitGroups(
-                    dict.fromkeys(columns, "colwise_gather_output") | {row: "rowwise_split_input"}, [], [*counts]
-                )
+            if is_sharded and max(factors) > 1 and not styles.is_transposed(layers[columns[0]]):
+                # What is packed along the dimension that is sharded too is cut in memory alone.
+                gathered = dict.fromkeys(columns, "colwise_gather_output")
+                return SplitGroups({**gathered, row: "rowwise_split_input"}, [], [*counts])
             return SplitGroups(plan | cut | dict.fromkeys(partial, "replicated_with_grad_allreduce"), divide, [*counts])
     return None
 
 
 def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, int], list[str], list[str]]:
     """Attributes that count heads, parameters with a column for each head, and attributes that are the width of all heads."""
-    counts: dict[str, int] = {}
-    others: list[str] = []
-    for name, part in module.named_modules():
-        if type(part).__module__.startswith("torch.nn.") or styles.is_transposed(part):
-            continue
-        for key, value in vars(part).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                continue
-            path = f"{name}.{key}" if name else key
-            if COUNTS.fullmatch(key):
-                counts[path] = value
-            elif value == inner:
-                others.append(path)
+    owners = dict(module.named_modules())
+    linears = {name for name, part in owners.items() if _is_linear(part)}
+    numbers = {
+        (f"{name}.{key}" if name else key): (key, value)
+        for name, part in owners.items() if name not in linears and not type(part).__module__.startswith("torch.nn.")
+        for key, value in vars(part).items() if isinstance(value, int) and value > 1
+    }  # fmt: skip
+    counts = {path: value for path, (key, value) in numbers.items() if COUNTS.fullmatch(key)}
+    others = [path for path, (_, value) in numbers.items() if value == inner and path not in counts]
     heads = {count for count in counts.values() if count % size == 0}
     tables = [
         name for name, parameter in module.named_parameters()
-        if parameter.dim() == 2 and parameter.shape[1] in heads and not _is_linear(module, name)
+        if parameter.dim() == 2 and parameter.shape[1] in heads and name.rpartition(".")[0] not in linears
     ]  # fmt: skip
     return counts, tables, others
 
@@ -217,17 +229,8 @@ def _subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
         yield from (chosen for chosen in combinations(every, number) if chosen != tuple(first))
 
 
-def _is_linear(module: torch.nn.Module, parameter: str) -> bool:
-    owner = module.get_submodule(parameter.rpartition(".")[0])
-    return isinstance(owner, torch.nn.Linear) or styles.is_transposed(owner)
-
-
-def _inputs(layer: Any) -> int:
-    return styles.num_inputs(layer.base_layer if plans.is_adapted(layer) else layer)
-
-
-def _outputs(layer: Any) -> int:
-    return styles.num_outputs(layer.base_layer if plans.is_adapted(layer) else layer)
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or styles.is_transposed(module)
 
 
 def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping[str, str]) -> bool:
@@ -246,11 +249,9 @@ def _head(model: torch.nn.Module) -> str | None:
     head = ask() if callable(ask) else None
     if not isinstance(head, torch.nn.Linear):
         return None
-    for _, owners in holders_of(model).values():
-        modules = [module for _, module, _ in owners]
-        if head in modules and any(
-            module is not head and (not isinstance(module, torch.nn.Embedding) or module.max_norm or module.sparse)
-            for module in modules
-        ):
-            return None
-    return next((name for name, module in model.named_modules() if module is head), None)
+    owned = [{module for _, module, _ in owners} for _, owners in holders_of(model).values()]
+    around = set().union(*(modules for modules in owned if head in modules))
+    if any(isinstance(each, torch.nn.Embedding) and (each.max_norm or each.sparse) for each in around):
+        return None
+    is_own = all(each is head or isinstance(each, torch.nn.Embedding) for each in around)
+    return next(name for name, module in model.named_modules() if module is head) if is_own else None

@@ -41,6 +41,11 @@ def is_adapted(module: torch.nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", None), torch.nn.Module)
 
 
+def layer_of(module: torch.nn.Module) -> Any:
+    """The layer itself, where it has adapters around it."""
+    return module.base_layer if is_adapted(module) else module
+
+
 def parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
     """The modules within that are split as the layer is: names below it."""
     inner = "lora_B" if isinstance(style, Colwise) else "lora_A"

@@ -124,11 +124,13 @@ class TensorParallel:
         self.axis = SplitAxis.of(mesh)
         self._rng_states, self._ends = SplitRNG(self.axis), ExitStack()
         self._model, self._is_checked, self._lent = model, False, list[LocalParameters]()
-        options = automatic.complete(model, options, self.axis.size, is_sharded)
+        given, options = options, automatic.complete(model, options, self.axis.size, is_sharded)
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         calls.check(model, cuts, self.axis.size, options)
         stack = plans.arrange(model, cuts) if options.sequence_parallel else SequenceRegion([])
+        if options is not given:
+            automatic.check_parts(model, cuts, stack)
         head = _find_head(model, cuts) if options.loss_parallel else None
         where = _dimensions(model, cuts, self.axis)
         if is_sharded:

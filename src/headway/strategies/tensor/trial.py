@@ -91,6 +91,46 @@ class ModuleTrial:
             return None
         return sorted({name for names in found for name in names or ()})
 
+    def acts_on_tokens(self, stubs: Iterable[str], linears: Iterable[str]) -> bool:
+        """Does the module compute each token by itself, but for what some of its modules do, which are given all tokens?
+
+        Args:
+            stubs: those modules' names; in the trial they give what they gave for the whole sequence.
+            linears: names of linear layers that must be given (rows, tokens, width).
+        """
+        with self._apart():
+            return bool(self.wholes) and all(self._is_by_tokens(*each, [*stubs], [*linears]) for each in self.wholes)
+
+    def _is_by_tokens(self, call: Call, whole: ModuleRun, stubs: list[str], linears: list[str]) -> bool:
+        hidden, given = call[0][0], [whole.inputs.get(name) for name in linears]
+        if whole.out is None or any(x is not None and x.shape[:2] != hidden.shape[:2] for x in given):
+            return False
+        outputs, modules = dict[str, Any](), {name: self.module.get_submodule(name) for name in stubs}
+
+        def note(name: str) -> Any:
+            return lambda module, args, output: outputs.update({name: output})
+
+        handles = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+        self._run(call)
+        for handle in handles:
+            handle.remove()
+        middle = hidden.shape[1] // 2
+        for tokens in (slice(0, middle), slice(middle, None)):
+
+            def part(leaf: Any, tokens: slice = tokens) -> Any:
+                is_states = isinstance(leaf, torch.Tensor) and leaf.dim() == 3 and leaf.shape[:2] == hidden.shape[:2]
+                return leaf[:, tokens] if is_states else leaf
+
+            for name, module in modules.items():
+                found = tree.map_leaves(part, outputs.get(name))
+                module.forward = lambda *_, found=found, **__: found
+            run = self._run(((part(hidden),), call[1]))
+            for module in modules.values():
+                del module.forward
+            if run is None or not _is_close(run.out, whole.out[:, tokens]):
+                return False
+        return True
+
     def _parts_seen(
         self, plan: Mapping[str, str], divide: Iterable[str], row: str, call: Call, whole: ModuleRun
     ) -> list[str] | None:
@@ -105,8 +145,7 @@ class ModuleTrial:
         return [name for name in names if name not in plan] if _is_close(total, whole.outputs[row]) else None
 
     def _bias(self, row: str) -> Any:
-        layer = self.module.get_submodule(row)
-        found = (layer.base_layer if plans.is_adapted(layer) else layer)._parameters.get("bias")  # type: ignore[union-attr]
+        found = plans.layer_of(self.module.get_submodule(row))._parameters.get("bias")
         return 0.0 if found is None else found
 
     @contextmanager
@@ -177,13 +216,14 @@ class ModuleTrial:
         return iter([_LENGTH, *sorted(length for length in known if 1 < length <= _MOST_TOKENS and length != _LENGTH)])
 
     def _calls(self, length: int) -> Iterator[Call]:
-        linear = next(iter(self._watched.values()))
-        width = styles.num_inputs(linear.base_layer if plans.is_adapted(linear) else linear)  # type: ignore[arg-type]
+        width = styles.num_inputs(plans.layer_of(next(iter(self._watched.values()))))
         asked = inspect.signature(self.module.forward).parameters
         needed = {
             name: None for name, each in list(asked.items())[1:]
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         }  # fmt: skip
+        if not all("mask" in name or "None" in str(asked[name].annotation) for name in needed):
+            return  # what it is called with is not known
         hidden = self._normal(2, length, width)
         yield (hidden,), dict(needed)
         for name in _STATES:

@@ -1,6 +1,7 @@
 """Plans that are found in a model's structure: what is split, how heads are counted, and what is left whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, softmax
 
 from headway.config.parallelism import TensorParallelOptions
-from headway.strategies.tensor import automatic
+from headway.errors import PrepareError
+from headway.strategies.tensor import automatic, plans
+from headway.strategies.tensor.crossings import SplitAxis
 from tests.sweep.models import CASES
 
 
@@ -122,6 +125,45 @@ def test_a_model_without_values_has_the_same_plan_and_nothing_changes() -> None:
     assert not calls
     assert all(module.training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def transformers_model(name: str, **sizes: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, name.replace("ForCausalLM", "Config"))
+    return getattr(transformers, name)(config(vocab_size=64, **sizes))  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_called_alone_is_not_split() -> None:
+    """MPT's attention is given positions of all heads, which no trial knows."""
+    assert found(transformers_model("MptForCausalLM", d_model=16, n_layers=2, n_heads=4)).plan is None
+
+
+def arranged(model: nn.Module) -> list[str]:
+    options = replace(found(model), sequence_parallel=True)
+    cuts = plans.read(model, SplitAxis(None, None, 0, 2), options)
+    region = plans.arrange(model, cuts)
+    automatic.check_parts(model, cuts, region)
+    return region.gathered
+
+
+def test_an_attention_that_stays_whole_would_see_parts_of_sequences() -> None:
+    """Both halves are looked at: to causal attention, the first one is a sequence."""
+    model = transformers_model("GPTBigCodeForCausalLM", n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    assert not any("attn" in name for name in found(model).plan or {})
+    with pytest.raises(PrepareError, match=r"h\.0' .GPTBigCodeBlock. could not be shown"):
+        arranged(model)
+
+
+def test_modules_that_are_given_whole_sequences() -> None:
+    assert arranged(CASES["GPT-2"].make())[:2] == ["transformer.h.0.attn", "transformer.h.0.mlp"]
+    # BERT normalises within its attention, on parts; the attention itself gets all.
+    assert arranged(CASES["BERT"].make())[:2] == [
+        "bert.encoder.layer.0.attention.self",
+        "bert.encoder.layer.0.intermediate",
+    ]
+    decoder = [name for name in arranged(CASES["T5"].make()) if name.startswith("decoder.block.0.")]
+    assert [name.rpartition(".")[2] for name in decoder] == ["SelfAttention", "EncDecAttention", "DenseReluDense"]
 
 
 def test_a_plan_that_is_given_or_the_models_own_stays() -> None:
