@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
-_EXTRAS = {"cuda", "trackers", "plots", "deepspeed"}  # that pages name
+_EXTRAS = {"cuda", "trackers", "plots", "deepspeed", "s3"}  # that pages name
 _BACKEND = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
 _TRAINS = """
 import torch, headway
