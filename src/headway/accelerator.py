@@ -1132,7 +1132,9 @@ class Accelerator(RankAware):
         bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return self._whole_weights.state_dict(bare)
 
-    def stream_weights(self, model: torch.nn.Module, bucket_size: int | str = "64MiB") -> "weight_stream.WeightStream":
+    def stream_weights(
+        self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
+    ) -> "weight_stream.WeightStream":
         """The model's weights, for an engine that generates: buckets of (name, whole tensor) on rank 0; every rank iterates.
 
         Names and values are those that `save_model` writes, one of each tied pair. Rank 0 holds one bucket, and one tensor that is
@@ -1142,16 +1144,21 @@ class Accelerator(RankAware):
         Args:
             model: prepared or not.
             bucket_size: the most bytes at once, or text; a larger tensor comes alone.
+            merge_adapters: PEFT's adapters come merged into their layers, bit by bit as `merge_and_unload` does it, under the names
+                of the model without them; the model stays as it is. False: they come apart.
 
         Returns:
             An iterable, for one pass; its `metadata` says what will come: (name, name of the dtype, shape) of each tensor.
 
         Raises:
-            UnsupportedError: the model is sharded, and only some ranks make the call.
+            UnsupportedError: the model is sharded, and only some ranks make the call; or adapters that cannot be merged.
             ConfigError: the state dict holds something besides tensors.
         """
-        tensors = self._whole_weights.export(self.unwrap_model(model, keep_torch_compile=False), "stream_weights")
-        return weight_stream.WeightStream(tensors.items(), bucket_size, self.collectives)
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        tensors = self._whole_weights.export(bare, "stream_weights")
+        return weight_stream.WeightStream(
+            tensors.items(), bucket_size, self.collectives, bare if merge_adapters else None
+        )
 
     def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
         """Fill a model from pretrained weights; each rank reads its own part, once, and no rank holds more. Every rank calls it.

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ProjectConfiguration
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, UnsupportedError
+from headway.weights.files import open_checkpoint
 from headway.weights.pieces import is_dtensor
+from headway.weights.shards import raw_bytes
 from tests.devices import ON_CPU
 from tests.distributed.layouts import seeded, text, whole_weights
 from tests.distributed.ranks import run_ranks
@@ -170,6 +172,71 @@ def large(folder: str) -> tuple[int, int]:
 def test_its_size_is_the_adapters(tmp_path):
     for adapter, checkpoint in run_ranks(large, 2, str(tmp_path)):
         assert adapter < checkpoint <= 1.1 * adapter, (adapter, checkpoint)
+
+
+# -------------------------------------------------------------------- merged on their way out
+
+
+def with_more(kind: str) -> Any:
+    """An embedding and a tied head that are adapted, or a head that is trained whole, in bf16."""
+    model: Any = seeded(0, lambda: pairs_of_heads(kind == "tied")).bfloat16()
+    targets = [*EVERY, *(["embed_tokens"] if kind == "tied" else [])]
+    more: dict[str, Any] = {"modules_to_save": ["lm_head"], "use_dora": True} if kind == "head" else {}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **more))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def merged(layout: str) -> None:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    for kind in ("plain",) if layout == "tp=2" else ("plain", "tied", "head"):
+        wanted = with_more(kind).merge_and_unload().state_dict()
+        model = accelerator.prepare(with_more(kind))
+        before = whole_weights(model)
+        stream = accelerator.stream_weights(model, "6KiB", merge_adapters=True)
+        found = {name: tensor.clone() for bucket in stream for name, tensor in bucket}
+        tied = {"lm_head.weight"} if kind == "tied" else set()
+        assert found.keys() == wanted.keys() - tied == {name for name, *_ in stream.metadata}
+        for name, value in found.items():
+            same = torch.equal(value, wanted[name]) if accelerator.is_main_process else value.is_meta
+            assert same, (layout, kind, name)
+        after = whole_weights(model)
+        assert all(each.is_meta or torch.equal(each, before[name]) for name, each in after.items())
+        accelerator.free_memory()
+    if layout == "ddp":
+        with pytest.raises(UnsupportedError, match="Sequential has no adapters that PEFT could merge"):
+            accelerator.stream_weights(accelerator.prepare(nn.Sequential(nn.Linear(2, 2))), merge_adapters=True)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp=2", "pp=2"])
+def test_merged_adapters_are_those_that_peft_merges(layout):
+    run_ranks(merged, 2, layout, timeout=400)
+
+
+def streamed(kind: str, folder: str) -> None:
+    """What `save_model` writes, packed weights and their scales included."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="fsdp")
+    model = accelerator.prepare(on_base(kind))
+    accelerator.save_model(model, folder)
+    found = {name: each.clone() for bucket in accelerator.stream_weights(model, "6KiB") for name, each in bucket}
+    wanted = {name: stored.tensor() for name, stored in open_checkpoint(folder).tensors.items()}
+    assert found.keys() == wanted.keys() == on_base(kind).state_dict().keys() - {"base_model.model.lm_head.weight"}
+    assert any("nf4" in name or "SCB" in name for name in found)
+    for name, each in found.items() if accelerator.is_main_process else ():
+        assert torch.equal(raw_bytes(each), raw_bytes(wanted[name])), (
+            name
+        )  # read as floats, some packed ones are no numbers
+    with pytest.raises(UnsupportedError, match="on quantised bases leave it out"):
+        accelerator.stream_weights(model, merge_adapters=True)
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8"])
+def test_quantised_bases_are_streamed_as_they_are_saved(tmp_path, kind):
+    pytest.importorskip("bitsandbytes")
+    run_ranks(streamed, 2, kind, str(tmp_path), timeout=400)
 
 
 # -------------------------------------------------------------------- quantised bases

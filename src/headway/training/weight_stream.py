@@ -8,6 +8,7 @@ import torch
 from headway.common.text import parse_bytes
 from headway.errors import CollectiveError
 from headway.runtime.collectives.checked import Collectives
+from headway.training.merged_adapters import merged
 from headway.training.whole_weights import GatheredTensor, gathered
 from headway.weights.export import untied
 from headway.weights.shards import TensorSpec, dtype_name
@@ -25,6 +26,7 @@ class WeightStream:
         tensors: of the model, by name; of tied ones the first comes.
         bucket_size: the most bytes in a bucket, or text such as "64MiB"; a larger tensor has a bucket of its own.
         everyone: all ranks.
+        adapted: the model whose adapters are merged; None: they come apart.
 
     Attributes:
         metadata: (name, name of the dtype, shape) of each tensor, in the order in which they come.
@@ -33,9 +35,17 @@ class WeightStream:
         CheckpointError: ranks hold other tensors.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Any]], bucket_size: int | str, everyone: Collectives) -> None:
-        kept, _ = untied(tensors)
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, Any]],
+        bucket_size: int | str,
+        everyone: Collectives,
+        adapted: torch.nn.Module | None = None,
+    ) -> None:
+        kept, tied = untied(tensors)
         self._whole: Mapping[str, Any] = gathered(kept, everyone)
+        if adapted is not None:
+            self._whole = merged(adapted, self._whole, tied)
         self._most = parse_bytes(bucket_size)
         self._everyone = everyone
         self.metadata = [(name, dtype_name(each.dtype), list(each.shape)) for name, each in self._whole.items()]

@@ -265,6 +265,12 @@ class WholeWeights:
         """The model's tensors, of sharded ones this rank's parts; with `is_safe` nothing else."""
         self._begin(model, call)
         tensors = dict(self._strategy.export_state(model))
+        for name, module in model.named_modules():
+            scales: Any = getattr(
+                module, "quant_state", None
+            )  # bitsandbytes looks for them at the weight, which is in parts
+            if scales is not None and is_spread(tensors.get(f"{name}.weight")):
+                tensors |= {f"{name}.weight.{key}": value for key, value in scales.as_dict(packed=True).items()}
         if is_safe:
             _refuse_objects(tensors)
         return tensors
