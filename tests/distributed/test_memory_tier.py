@@ -11,7 +11,6 @@ from headway.errors import ConfigError
 from headway.launch.agent.shared_memory import SharedMemory
 from tests.sweep import memory
 
-
 pytestmark = pytest.mark.timeout(900)
 """Each start of a launch takes seconds, and up to two minutes on a machine that is busy with forty others."""
 
