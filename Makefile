@@ -76,7 +76,8 @@ sweep: setup
 	$(BIN)/python -m tests.sweep.failed_calls; calls=$$?; \
 	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes $(MINUTES); runs=$$?; \
 	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 60 --minutes $(MINUTES) --sharded; sharded=$$?; \
-	$(BIN)/python -m tests.sweep.layouts && $(BIN)/python -m tests.sweep.layouts --model moe && exit $$((calls + runs + sharded))
+	$(BIN)/python -m tests.sweep.memory --seed $(SEED) --count 100; memory=$$?; \
+	$(BIN)/python -m tests.sweep.layouts && $(BIN)/python -m tests.sweep.layouts --model moe && exit $$((calls + runs + sharded + memory))
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

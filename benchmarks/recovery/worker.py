@@ -128,7 +128,7 @@ def row(found: list[tuple[float, float, float]], floor: list[tuple[float, float,
     """Milliseconds of a save with the updates behind it, or of one update where each is kept; and what it adds to them."""
     per = UPDATES if mode.startswith("keep") else 1
     told: dict[str, Any] = {}
-    for index, name in enumerate(("wall", "cpu of the loop", "cpu of the process")):
+    for index, name in enumerate(("wall", "cpu", "process cpu")):
         own, base = [each[index] for each in found], [each[index] for each in floor]
         told[name] = summary(own, 1e3 / UPDATES)
         told[f"added {name}"] = added(own, base, 1e3 / per)

@@ -19,6 +19,7 @@ KILLED_AFTER = 9
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 def test_a_lost_machine_costs_one_update_at_most(layout, tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 LAYOUTS = {"ddp": ("--strategy", "ddp"), "fsdp": ("--strategy", "fsdp")}
 KILLS_PER_LAUNCH = 10
-SLACK = 600
+SLACK = 1800
 
 PROGRAM = """
 import json, os, random, signal, sys, threading, time
