@@ -3,7 +3,7 @@
 The band is one-sided. Of the values of the last `window` updates that were made, take the quartiles Q1 and Q3 of the logarithms (of
 the values themselves where any is not positive); a value is a spike above the fence
 
-    Q3 + fence * max(Q3 - Q1, 0.1)
+    Q3 + fence * max(Q3 - Q1, 0.1)         with a fence of 5 for losses and of 8 for norms
 
 which is Tukey's fence (J. W. Tukey, Exploratory Data Analysis, 1977, 2C), on a log scale since norms vary by factors, moving with
 the run, and with a least width. Quartiles stay where they are while less than a quarter of the values are outliers. Nothing is a
@@ -53,7 +53,8 @@ class SpikePolicy:
     Attributes:
         action: "skip": the update is left out on all ranks, and training goes on. "go_back": also the `updates` to twice as many
             before it, down to the beginning of the pass over the data at most; their batches are left out.
-        fence: how many times the distance of the quartiles, above the upper one, is a spike.
+        fence: how many times the distance of the quartiles, above the upper one, is a spike of a loss.
+        norm_fence: the same of a gradient norm, whose tail is longer.
         window: the band is made of so many values, 32 or more.
         warm_up: before so many values, nothing is a spike.
         updates: how far to go back; the state is copied to host memory every so many updates, and two copies are kept.
@@ -67,6 +68,7 @@ class SpikePolicy:
     warm_up: int = 32
     updates: int = 20
     max_in_row: int = 10
+    norm_fence: float = 8.0
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -77,8 +79,8 @@ class SpikePolicy:
                 raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
         if self.warm_up > self.window:
             raise ConfigError(f"warm_up={self.warm_up} must not be more than window={self.window}")
-        if not self.fence > 0:
-            raise ConfigError(f"fence={self.fence!r} must be more than 0")
+        if not (self.fence > 0 and self.norm_fence > 0):
+            raise ConfigError(f"fence={self.fence!r} and norm_fence={self.norm_fence!r} must be more than 0")
 
 
 class Band:
@@ -86,13 +88,15 @@ class Band:
 
     Args:
         policy: how many values, and the fence.
+        values: to begin with, oldest first.
+        fence: in place of the policy's.
 
     Attributes:
         limit: the largest value that is no spike.
     """
 
-    def __init__(self, policy: SpikePolicy, values: Sequence[float] = ()) -> None:
-        self._policy = policy
+    def __init__(self, policy: SpikePolicy, values: Sequence[float] = (), fence: float | None = None) -> None:
+        self._policy, self._fence = policy, policy.fence if fence is None else fence
         self._values: deque[float] = deque()
         self._sorted: list[float] = []
         self.limit = math.inf
@@ -130,9 +134,9 @@ class Band:
         low, high = ordered[count // 4], ordered[3 * count // 4]
         if ordered[0] > 0:
             width = max(math.log(high / low), _LEAST_WIDTH)
-            self.limit = high * math.exp(min(self._policy.fence * width, 600.0))
+            self.limit = high * math.exp(min(self._fence * width, 600.0))
         else:
-            self.limit = high + self._policy.fence * max(high - low, _LEAST_WIDTH * abs(high))
+            self.limit = high + self._fence * max(high - low, _LEAST_WIDTH * abs(high))
 
 
 class SpikeGuard(FiniteGuard):
@@ -161,7 +165,7 @@ class SpikeGuard(FiniteGuard):
         self.spike_policy, self.has_own_policy = policy, has_own_policy
         self.num_spikes = 0
         self._notes = notes
-        self._norms, self._losses = Band(policy), Band(policy)
+        self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
         self._norm = math.nan
         self._new_losses: list[float] = []
         self._squares: tuple[int, list[torch.Tensor]] = -1, []
@@ -267,9 +271,9 @@ class SpikeGuard(FiniteGuard):
 
     def restore(self, snapshot: Mapping[str, Sequence[float]]) -> None:
         """Go by that band; the snapshot stays good."""
-        most = self.spike_policy.window
-        bands = (Band(self.spike_policy, snapshot.get(name, ())[-most:]) for name in ("norms", "losses"))
-        self._norms, self._losses = bands
+        policy = self.spike_policy
+        self._norms = Band(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
+        self._losses = Band(policy, snapshot.get("losses", ())[-policy.window :])
         self._notes()[NOTE] = self.snapshot()
 
     # ---------------------------------------------------------------- what follows
