@@ -349,7 +349,7 @@ def _sent_elsewhere(port, path, tensors):
     """Straight to the server, as the proxy would hold what passes through it in this process."""
     from headway.checkpoint.format.tensors import write_shard
 
-    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    os.environ.update(server.environment(port, patience=120, timeout=60))
     scope.clear()
     path.parent.exists()
     return write_shard(path, tensors)
@@ -384,10 +384,10 @@ def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
         accelerator.end_training()
         assert "logged/digits/log.jsonl" in server.keys(port, "logged/digits/")
     assert "holds 2 checkpoints" in _headway("inspect", url)
-    told = _headway("inspect", f"{url}/checkpoints/checkpoint_1", "--verify", "--tensors")
+    told = _headway("inspect", f"{url}/checkpoints/checkpoint_0", "--verify", "--tensors")
     assert "verified: all" in told
     assert "model/0/weight" in told
-    _headway("merge", f"{url}/checkpoints/checkpoint_1", "merged")
+    _headway("merge", f"{url}/checkpoints/checkpoint_0", "merged")
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["weight"], model.weight)
