@@ -336,9 +336,11 @@ def test_staging_takes_a_part_a_thread(proxy, port):
     watcher = threading.Thread(target=watch)
     watcher.start()
     path = to_path(f"s3://{server.BUCKET}/warm/model-00000.safetensors")
-    written = _sent_elsewhere(port, path, tensors)
-    is_over.set()
-    watcher.join()
+    try:
+        written = _sent_elsewhere(port, path, tensors)
+    finally:
+        is_over.set()
+        watcher.join()
     assert written.num_bytes > 160e6
     assert len(server.keys(port, "warm/model-")) == -(-written.num_bytes // PART)
     slack = 24 * 2**20  # of the client and its connections
