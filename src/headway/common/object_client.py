@@ -30,7 +30,7 @@ _REFUSED = (
     "TokenRefreshRequired",
     "AccessDenied",
 )
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class ObjectClient:
                 f"{root} needs obstore, which is not installed: pip install 'headway[s3]'"
             ) from error
         self.root = root
+        self._kept: dict[str, tuple[bytes, str]] = {}
         self._patience, timeout = _seconds(PATIENCE, 120.0), timedelta(seconds=_seconds(TIMEOUT, 60.0))
         try:
             self._store = importlib.import_module("obstore.store").from_url(
@@ -82,7 +83,22 @@ class ObjectClient:
             found = self._library.get(self._store, key)
             return bytes(found.bytes()), str(found.meta["e_tag"])
 
+        known = self._kept.get(key)
+        if known is not None and known[1] == self._or_none(
+            lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}"
+        ):
+            return known
         return self._or_none(act, f"read {key}")
+
+    def keep(self, key: str) -> tuple[bytes, str] | None:
+        """The same as `get`, of an object that is read several times: held, and asked for again where it has changed."""
+        found = self.get(key)
+        self._kept.pop(key, None)
+        if found is not None:
+            while len(self._kept) >= _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = found
+        return found
 
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Those bytes of an object, as a buffer.

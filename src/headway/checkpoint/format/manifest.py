@@ -351,10 +351,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if isinstance(path, ObjectPath):
-        try:
-            return Manifest.decode(path.read_bytes(), str(path))
-        except FileNotFoundError:
-            raise CheckpointError(explain(folder)) from None
+        found = path.client.keep(path.key)
+        if found is None:
+            raise CheckpointError(explain(folder))
+        return Manifest.decode(found[0], str(path))
     if not os.path.lexists(path):
         raise CheckpointError(explain(folder))
     try:
