@@ -39,7 +39,7 @@ def explain(path: Path) -> str:
     if not os.path.exists(path):
         return f"{path} does not exist{_beside(path)}"
     if not os.path.isdir(path):
-        if inside := path.name == "latest" and checkpoints_in(path.parent):
+        if path.name == "latest" and (inside := checkpoints_in(path.parent)):
             return f"{path} only names the newest checkpoint; give the checkpoint itself, {path.parent / inside[0]}"
         folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
         return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
