@@ -270,7 +270,7 @@ def test_a_store_that_is_away_is_waited_for_in_bounds(proxy, port):
     began = time.monotonic()
     told = store_faults.save(root, 2, True)
     assert "attempts in" in told
-    assert "HEADWAY_STORE_PATIENCE" in told
+    assert "HEADWAY_STORE_RETRY_SECONDS" in told
     assert time.monotonic() - began < 60
     proxy.reset()
     assert store_faults.found_value(root) == 1

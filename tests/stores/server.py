@@ -15,8 +15,8 @@ def environment(port: int, patience: float = 20, timeout: float = 10) -> dict[st
     """What makes a process use the server (or a proxy) on that port."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "secret", "HEADWAY_STORE_PATIENCE": str(patience),
-        "HEADWAY_STORE_TIMEOUT": str(timeout), "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "secret", "HEADWAY_STORE_RETRY_SECONDS": str(patience),
+        "HEADWAY_STORE_REQUEST_TIMEOUT": str(timeout), "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from headway.errors import ConfigError, ObjectStoreError, OptionalDependencyMiss
 
 T = TypeVar("T")
 
-PATIENCE, TIMEOUT = "HEADWAY_STORE_PATIENCE", "HEADWAY_STORE_TIMEOUT"
+RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_REQUEST_TIMEOUT"
 """Variables: seconds for which a request that fails is tried again (120), and seconds for one attempt (60)."""
 _REFUSED = (
     "ExpiredToken",
@@ -61,7 +61,10 @@ class ObjectClient:
             ) from error
         self.root = root
         self._kept: dict[str, tuple[bytes, str]] = {}
-        self._patience, timeout = _seconds(PATIENCE, 120.0), timedelta(seconds=_seconds(TIMEOUT, 60.0))
+        self._retry_seconds, timeout = (
+            _seconds(RETRY_SECONDS, 120.0),
+            timedelta(seconds=_seconds(REQUEST_TIMEOUT, 60.0)),
+        )
         try:
             self._store = importlib.import_module("obstore.store").from_url(
                 root,
@@ -188,10 +191,10 @@ class ObjectClient:
                 failure = error
             if why := self._refusal(failure):
                 raise ObjectStoreError(f"could not {what} in {self.root}: {why}") from failure
-            if time.monotonic() - began + pause > self._patience:
+            if time.monotonic() - began + pause > self._retry_seconds:
                 raise ObjectStoreError(
                     f"could not {what} in {self.root}: {attempts} attempts in {time.monotonic() - began:.0f} s failed, the last "
-                    f"with: {_short(failure)}. Look whether the store can be reached from here; {PATIENCE}=SECONDS tries longer"
+                    f"with: {_short(failure)}. Look whether the store can be reached from here; {RETRY_SECONDS}=SECONDS tries longer"
                 ) from failure
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)

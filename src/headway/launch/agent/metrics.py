@@ -3,7 +3,7 @@
 The agent answers, from the pulses of this machine's ranks (mapped memory), /proc, and the run's log, whose place rank 0 tells in
 its pulse: the ranks do nothing for it. A scrape reads what the log has grown by since the last one. The format is Prometheus'
 text exposition format 0.0.4. `/metrics` has the numbers; `/healthz` answers 200, or 503 where no rank of this machine has run for
-a minute, or the others wait for one of them for longer than `PATIENCE`.
+a minute, or the others wait for one of them for longer than `LONGEST_COLLECTIVE`.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 from headway.errors import LaunchError
 from headway.runtime.pulse import HeartbeatFile, PulseReading
 
-PATIENCE = 120.0
+LONGEST_COLLECTIVE = 120.0
 """Seconds in a collective, from which on /healthz says that the run does not go on."""
 SILENCE = 60.0
 """Seconds without a heartbeat of any rank."""
@@ -133,7 +133,7 @@ class RunMetrics:
         if readings and all(one.beat and now - one.beat > SILENCE for one in readings.values()):
             return f"no rank here has run for {SILENCE:g} s"
         longest = max((waited(one, now) for one in readings.values()), default=0.0)
-        if longest > PATIENCE:
+        if longest > LONGEST_COLLECTIVE:
             rank = awaited(readings, now)
             return f"{longest:.0f} s in a collective{'' if rank is None else f'; rank {rank} is awaited'}"
         return ""

@@ -22,7 +22,7 @@ def bucket(monkeypatch):
     monkeypatch.setattr(
         ObjectClient, "put", lambda self, key, data, replaces="any": plain(self, key, bytes(data), replaces)
     )
-    monkeypatch.setenv("HEADWAY_STORE_PATIENCE", "1")
+    monkeypatch.setenv("HEADWAY_STORE_RETRY_SECONDS", "1")
     scope.clear()
     yield client_of("s3://bucket")
     scope.clear()
