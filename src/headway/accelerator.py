@@ -149,16 +149,16 @@ class Accelerator(RankAware):
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
-        on_non_finite: "skip", "stop", "raise" or "explain" before an update from a loss or gradient that is nan or infinite; or a
-            `NonFinitePolicy`. None: the first such loss is told, and training goes on.
+        on_non_finite: "skip", "stop", "raise" or "explain" for an update whose loss or gradients are nan or infinite; or a
+            `NonFinitePolicy`. None: one warning for the first such loss, and training continues.
         log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
             instance of `headway.Tracker`, or a list of these.
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
             (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
-        on_spike: "skip" or "go_back" where a loss or gradient norm is far above those of the last updates; or a `SpikePolicy`.
-            None: nobody looks.
+        on_spike: "skip" or "go_back" for an update whose loss or gradient norm is far above those of recent updates; or a
+            `SpikePolicy`. None: no check.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -736,7 +736,7 @@ class Accelerator(RankAware):
 
     @property
     def spikes(self) -> "spike_checks.SpikeGuard | None":
-        """What `on_spike` has done so far; None where it was not asked for."""
+        """What `on_spike` has done so far; None without `on_spike`."""
         guard = self._training_step.guard
         return cast("spike_checks.SpikeGuard", guard) if hasattr(guard, "spike_policy") else None
 
@@ -869,8 +869,8 @@ class Accelerator(RankAware):
             blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
                 for it; an error is raised by the next `accumulate`, save, or `end_training`.
             metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
-            weights: "huggingface": the model's weights once more, whole, with config.json and the like, so that `from_pretrained`
-                opens the folder (of several models the first; the others' lie in `model_1`, ...). None: the checkpoint alone.
+            weights: "huggingface": also the model's full weights, with config.json and related files, so that `from_pretrained`
+                opens the folder (with several models: the first; the others are in `model_1`, ...). None: only the checkpoint.
             save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
 
         Returns:
@@ -1144,14 +1144,14 @@ class Accelerator(RankAware):
         Args:
             model: prepared or not.
             bucket_size: the most bytes at once, or text; a larger tensor comes alone.
-            merge_adapters: PEFT's adapters come merged into their layers, bit by bit as `merge_and_unload` does it, under the names
-                of the model without them; the model stays as it is. False: they come apart.
+            merge_adapters: True: PEFT adapters are merged into their layers, bit for bit like `merge_and_unload`, under the names of
+                the model without them; the model itself does not change. False: adapters are sent separately.
 
         Returns:
             An iterable, for one pass; its `metadata` says what will come: (name, name of the dtype, shape) of each tensor.
 
         Raises:
-            UnsupportedError: the model is sharded, and only some ranks make the call; or adapters that cannot be merged.
+            UnsupportedError: the model is sharded, and only some ranks make the call; or its adapters cannot be merged.
             ConfigError: the state dict holds something besides tensors.
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
@@ -1221,14 +1221,14 @@ class Accelerator(RankAware):
         """Upload a model to the Hugging Face Hub, as a folder that `from_pretrained` opens; every rank calls it.
 
         Args:
-            model: prepared or not; of one with PEFT's adapters, these.
-            repo_id: "name" or "owner/name"; made where missing.
-            parts: a tokenizer, a processor: what has `save_pretrained`.
-            private: of a new repository; None: what the owner's settings say.
-            token: None: that of `huggingface-cli login`, or HF_TOKEN.
-            revision: a branch, made where missing; None: main.
-            commit_message: of the commit.
-            max_shard_size: bytes or text such as "5GB".
+            model: prepared or not; if it has PEFT adapters, only these are uploaded.
+            repo_id: "name" or "owner/name"; created if it does not exist.
+            parts: a tokenizer, a processor, or other objects with `save_pretrained`.
+            private: whether a new repository is private; None: as the owner's settings say.
+            token: None: that of `hf auth login`, or HF_TOKEN.
+            revision: a branch, created if it does not exist; None: main.
+            commit_message: the commit's message.
+            max_shard_size: bytes, or text such as "5GB".
 
         Returns:
             The commit's URL on the main process, None elsewhere.

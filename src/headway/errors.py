@@ -20,7 +20,7 @@
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
-    |   `-- ObjectStoreError                     an object store refused a request, or did not answer for long
+    |   `-- ObjectStoreError                     an object store refused a request, or did not answer for too long
     |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is not a run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
@@ -107,7 +107,7 @@ class NonFiniteError(HeadwayError, ArithmeticError):
 
 
 class SpikeError(HeadwayError, ArithmeticError):
-    """Losses or gradient norms have left their band too often in a row."""
+    """Too many updates in a row had a loss or gradient norm far above those before."""
 
 
 class MemoryExhausted(HeadwayError, RuntimeError):
@@ -123,7 +123,7 @@ class CheckpointError(HeadwayError, RuntimeError):
 
 
 class ObjectStoreError(CheckpointError):
-    """An object store refused a request, or did not answer for long."""
+    """An object store refused a request, or did not answer for too long."""
 
 
 class TrackingError(HeadwayError, ValueError):

@@ -143,7 +143,7 @@ def test_a_run_that_stands_still_is_not_healthy(tmp_path, monkeypatch):
     assert numbers(metrics.text())["headway_restarts"] == 2
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert metrics.trouble() == "no rank here has run for 60 s"
+    assert metrics.trouble() == "no rank on this machine has run for 60 s"
     pulse.beat(2)
     pulse.enter("all_reduce", "train.py:1")
     monkeypatch.setattr(time, "monotonic", lambda: now + 61 + 121)

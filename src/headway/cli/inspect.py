@@ -21,7 +21,7 @@ from headway.errors import CheckpointError, ConfigError
         option("--tensors", None, "Output", "List every tensor with its shape and dtype."),
         option("--verify", None, "Output", "Read every byte and compare it with its hash."),
     ],
-    help="Print what CHECKPOINT (a folder or URL that save_state wrote) holds, or list the checkpoints in one.",
+    help="Print the contents of CHECKPOINT (a folder or URL that save_state wrote), or list the checkpoints in a folder.",
 )
 def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
     """Read the manifest and print it."""

@@ -41,7 +41,7 @@ _PATH = click.Path(path_type=Path)
             "--to",
             "FORMAT",
             "Output",
-            "safetensors, or dcp: torch.distributed.checkpoint's.",
+            "safetensors, or dcp (torch.distributed.checkpoint).",
             _FORMATS,
             default="safetensors",
         ),
@@ -49,12 +49,12 @@ _PATH = click.Path(path_type=Path)
             "--config",
             "FOLDER",
             "Output",
-            "Copy config.json, tokenizer files and the like from here, not from CHECKPOINT.",
+            "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT.",
             _PATH,
         ),
     ],
-    help="Write the weights in CHECKPOINT (or a folder of torch.distributed.checkpoint's) to the folder OUTPUT as model.safetensors, "
-    "or as shards with an index.",
+    help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
+    "model.safetensors, or as shards with an index.",
 )
 def command(
     checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None

@@ -113,7 +113,7 @@ class ObjectClient:
         def act() -> Any:
             found = self._library.get_range(self._store, key, start=start, end=end)
             if len(found) != end - start:
-                raise ConnectionError(f"{len(found)} bytes came instead of {end - start}")
+                raise ConnectionError(f"received {len(found)} bytes instead of {end - start}")
             return found
 
         return self._tried(act, f"read {key}")
@@ -141,7 +141,7 @@ class ObjectClient:
             )
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and replaces in (None, "any"):
-                raise ObjectStoreError(f"{self.root} is not there, or may not be written to ({error})") from error
+                raise ObjectStoreError(f"{self.root} does not exist, or is not writable ({error})") from error
             found = self.get(key)  # this very request may have come through before its answer was lost
             return found[1] if found is not None and found[0] == bytes(data) else None
         return str(done["e_tag"])
@@ -166,7 +166,7 @@ class ObjectClient:
             return self._tried(act, what)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise ObjectStoreError(f"{self.root} is not there: create it, or correct the name") from error
+                raise ObjectStoreError(f"{self.root} does not exist: create it, or correct the name") from error
             return None
 
     def _tried(self, act: Callable[[], T], what: str) -> T:
@@ -194,7 +194,7 @@ class ObjectClient:
             if time.monotonic() - began + pause > self._retry_seconds:
                 raise ObjectStoreError(
                     f"could not {what} in {self.root}: {attempts} attempts in {time.monotonic() - began:.0f} s failed, the last "
-                    f"with: {_short(failure)}. Look whether the store can be reached from here; {RETRY_SECONDS}=SECONDS tries longer"
+                    f"with: {_short(failure)}. Check that the store can be reached; {RETRY_SECONDS}=SECONDS retries for longer"
                 ) from failure
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -203,13 +203,13 @@ class ObjectClient:
         """Why it is of no use to ask again; "" where it may be."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
-            return "this machine's clock differs too much from the store's: set it (for example with chrony)"
+            return "this machine's clock differs too much from the store's: set it (with chrony, for example)"
         if "BadScheme" in text:
-            return "its endpoint is http, without TLS: AWS_ALLOW_HTTP=true allows that"
+            return "its endpoint uses http, without TLS: set AWS_ALLOW_HTTP=true to allow that"
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if is_refused or any(word in text for word in _REFUSED):
             return (
-                f"the credentials were refused ({_short(error)}). They are expired, wrong, or do not allow it: renew them "
+                f"the credentials were refused ({_short(error)}). They have expired, are wrong, or do not permit this: renew them "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or the machine's role) and start again from the "
                 "last checkpoint"
             )
@@ -243,7 +243,7 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e6:
-        raise ConfigError(f"the environment variable {name}={text!r} must be a number of seconds, above 0")
+        raise ConfigError(f"the environment variable {name}={text!r} must be a number of seconds above 0")
     return value
 
 
@@ -256,7 +256,7 @@ def _profile(root: str) -> dict[str, Any]:
         return {"credential_provider": importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()}
     except ImportError as error:
         raise OptionalDependencyMissing(
-            f"{root}: credentials of a profile in ~/.aws are read by boto3, which is not installed: pip install boto3"
+            f"{root}: reading the credentials of a profile in ~/.aws needs boto3, which is not installed: pip install boto3"
         ) from error
 
 

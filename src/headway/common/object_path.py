@@ -34,7 +34,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return _MANGLED.sub(r"\1://", text)
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store, and has no name in the file system")
+        raise TypeError(f"{self} is in an object store, and has no path in the file system")
 
     @property
     def client(self) -> ObjectClient:
@@ -149,12 +149,12 @@ def to_path(place: str | Path) -> Path:
     if isinstance(place, ObjectPath):
         return place
     if isinstance(place, Path) and _MANGLED.match(text):
-        raise ConfigError(f"{place!r} is a URL that Path() has shortened; give the URL as text")
+        raise ConfigError(f"{place!r} is a URL that lost a slash in Path(); give the URL as text")
     if not _URL.match(text):
         return Path(place)
     path = ObjectPath(text)
     if len(path.parts) < 2:
-        raise ConfigError(f"{text!r} names no bucket; give for example s3://bucket/run")
+        raise ConfigError(f"{text!r} names no bucket; give a URL such as s3://bucket/run")
     return path
 
 

@@ -38,7 +38,7 @@ def open_regular(path: Path, refusal: type[HeadwayError] = CheckpointError) -> B
         try:
             return path.open()  # type: ignore[no-any-return]
         except FileNotFoundError as error:
-            raise refusal(f"{path} cannot be read: there is no such object") from error
+            raise refusal(f"{path} cannot be read: the object does not exist") from error
     try:
         _check_kind(path, os.stat(path).st_mode, refusal)
         # Should it become a pipe in this moment, opening does not wait for who writes into it.

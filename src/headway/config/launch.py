@@ -304,7 +304,7 @@ class LaunchConfig:
     rdzv_id: Maybe[str] = _setting(_MACHINES, "Name of the run, where several share one rendezvous.")
     secret: Maybe[str] = _setting(
         _MACHINES,
-        "File of at least 16 bytes, the same on all machines, which proves who belongs. HEADWAY_SECRET may hold them instead.",
+        "File of at least 16 bytes, the same on all machines, by which they authenticate. HEADWAY_SECRET can hold it instead.",
         is_for_files=False,
     )
     max_restarts: Maybe[int] = _setting(
@@ -339,7 +339,7 @@ class LaunchConfig:
         choices=("0", "1", "2", "3"),
     )
     metrics_port: Maybe[int] = _setting(
-        _CARE, "Serve updates, loss, speed and memory to Prometheus, on 127.0.0.1 at this port.", minimum=1
+        _CARE, "Serve updates, loss, speed and memory to Prometheus, at this port on 127.0.0.1.", minimum=1
     )
     role: Maybe[str] = _setting(_CARE, "Word before the process number in line prefixes: [rank 0].", default="rank")
     debug: Maybe[bool] = _setting(_CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow.")

@@ -24,9 +24,9 @@ class TorchContextParallelConfig:
         labels: arguments of the model, of the shape (rows, tokens), from which it computes a loss over tokens itself.
         blocks: classes, class names or names of the modules through which sequences go; none: what is repeated in the model.
         ignore_index: the label that the loss ignores; None (default): what the model passes to torch's cross entropy, or -100.
-        cp_style: "ring" (default): each rank has the queries of its part, and keys and values travel. "ulysses": each rank has some
-            of the heads, of whole sequences (Jacobs et al., 2023, arXiv 2309.14509); the number of heads must be a multiple of the
-            ranks'. "auto": the one that sends less.
+        cp_style: "ring" (default): each rank keeps the queries of its part, and keys and values are passed around. "ulysses": each
+            rank computes some of the heads for whole sequences (Jacobs et al., 2023, arXiv 2309.14509); the number of heads must be
+            a multiple of the number of ranks. "auto": the one that sends less.
     """
 
     cp_comm_strategy: str | None = None

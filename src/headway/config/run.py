@@ -94,13 +94,13 @@ class ProjectConfiguration(KwargsHandler):
         save_on_each_node: accepted for the name's sake: whether machines share the folder is found out.
         save_frozen: False: checkpoints hold a digest of each frozen weight instead of its values, as beside adapters; a resumed run
             must build its models on the same base.
-        keep_in_memory: n: after every n-th update each machine keeps the run's state in shared memory, which `headway launch` holds
-            until the run ends; `resume("latest")` takes it where it is newer than the newest checkpoint on the disk. 0: it does not.
-        overlap_saves: True: `save_state(blocking=False)` copies parameters and optimizer states beside the next forward and
-            backward, and the optimizer's step waits for it. Nothing else may change them in between, such as a
-            `weight.clamp_()` of yours: the save fails, or, where `.data` hides the change from torch, holds some of it.
-        keep_compiled: True: checkpoints hold what torch.compile has made, and `resume("latest")` takes it up, so that a run on a new
-            machine does not compile again. It is code, which runs: only what this user's key has sealed is taken.
+        keep_in_memory: n: after every n-th update, each machine keeps the run's state in shared memory, which `headway launch` holds
+            until the run ends; `resume("latest")` restores it if it is newer than the newest checkpoint on the disk. 0: off.
+        overlap_saves: True: `save_state(blocking=False)` copies parameters and optimizer states during the next forward and
+            backward, and the optimizer's step waits for the copy. Nothing else may change them in between, such as your own
+            `weight.clamp_()`: the save fails or, if `.data` hides the change from torch, contains part of it.
+        keep_compiled: True: checkpoints hold what torch.compile has produced, and `resume("latest")` loads it, so that a run on a new
+            machine does not compile again. These are executable artifacts: they are loaded only if sealed with this user's key.
     """
 
     project_dir: str | Path | None = None
@@ -123,10 +123,10 @@ class ProjectConfiguration(KwargsHandler):
             raise ConfigError(f"keep_best={self.keep_best!r}; allowed: 'max', 'min' or None")
         every = self.keep_in_memory
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ConfigError(f"keep_in_memory={every!r}; give after how many updates, 1 or more, or 0 for never")
+            raise ConfigError(f"keep_in_memory={every!r}; give a number of updates, 1 or more, or 0 to turn it off")
         if every and not self.automatic_checkpoint_naming:
             raise ConfigError(
-                f"keep_in_memory={every} goes with automatic_checkpoint_naming=True: resume('latest') chooses between memory and disk"
+                f"keep_in_memory={every} needs automatic_checkpoint_naming=True: resume('latest') chooses between memory and disk"
             )
 
     def with_defaults(self) -> "ProjectConfiguration":

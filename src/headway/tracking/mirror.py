@@ -53,7 +53,7 @@ class MirroredFolder:
                     with open(path, "rb") as source, (self._target / name).open("wb") as file:
                         shutil.copyfileobj(source, file, PART)
                 except ObjectStoreError as error:
-                    log.warning_once("%s cannot be kept in the object store: %s", name, error)
+                    log.warning_once("%s could not be sent to the object store: %s", name, error)
                     return
                 self._sent[name] = state
 

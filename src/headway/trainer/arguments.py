@@ -97,7 +97,7 @@ class TrainingArguments(UnknownMembers):
         resume_from_checkpoint: as `Trainer.train` takes it.
         ignore_data_skip: the data are not those of the checkpoint: a resumed run begins its epoch at the first batch.
         skip_memory_metrics: False: results carry the peak of each phase.
-        push_to_hub: `Trainer.save_model` uploads what it writes, too. Checkpoints are not uploaded.
+        push_to_hub: True: `Trainer.save_model` also uploads what it writes. Checkpoints are not uploaded.
         hub_model_id: the repository; None: the name of `output_dir`. hub_token, hub_private_repo, hub_revision: as for
             `Accelerator.push_to_hub`.
         accelerator_config: further arguments of `headway.Accelerator`, by name.
@@ -182,8 +182,8 @@ class TrainingArguments(UnknownMembers):
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
         if isinstance(to_path(self.output_dir), ObjectPath):
             raise ConfigError(
-                f"output_dir={str(self.output_dir)!r}: the Trainer writes to folders; give one, or write the loop with the "
-                "Accelerator, whose project_dir may be such a URL"
+                f"output_dir={str(self.output_dir)!r}: the Trainer only writes to folders; give a folder, or write the loop with the "
+                "Accelerator, whose project_dir can be a URL"
             )
         for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
@@ -327,7 +327,7 @@ class TrainingArguments(UnknownMembers):
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments, as JSON has them, but for the token."""
+        """All arguments, as JSON, without the token."""
         found = asdict(self) if self.accelerator_config is None else asdict(_without_objects(self))
         found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this goes to logs and files
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}

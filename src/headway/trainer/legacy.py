@@ -267,13 +267,13 @@ class LegacyMembers(UnknownMembers):
     ) -> str | None:
         """Upload the model, its config, the processing class, the arguments and a model card to the Hub; every rank calls it.
 
-        The repository is `hub_model_id` of the arguments, else the name of `output_dir`.
+        The repository is the arguments' `hub_model_id`, or the name of `output_dir`.
 
         Args:
-            commit_message: of the commit.
-            blocking: accepted for the name's sake: the upload is over when this returns.
+            commit_message: the commit's message.
+            blocking: accepted for compatibility; the upload has always ended when this returns.
             token, revision: None: those of the arguments.
-            kwargs: what else the model card says, as for `create_model_card`.
+            kwargs: more for the model card, as for `create_model_card`.
 
         Returns:
             The commit's URL on the main process, None elsewhere.

@@ -449,7 +449,7 @@ class Trainer(EvaluationMethods):
 
         Args:
             output_dir: None: that of the arguments.
-            _internal_call: do not upload, whatever the arguments say.
+            _internal_call: True: do not upload, whatever the arguments say.
         """
         if not overridden(type(self), ["_save"]):
             self._save(None if output_dir is None else str(output_dir))

@@ -39,7 +39,7 @@ class MergedLayer:
         except Exception as error:
             raise UnsupportedError(
                 f"merge_adapters=True: a {type(layer).__name__} cannot be merged ({type(error).__name__}: {error}); on quantised "
-                "bases leave it out, so that adapters come apart, or load the base unquantised"
+                "bases, leave it out, so that adapters are sent separately, or load the base unquantised"
             ) from error
 
     def _merge(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -121,7 +121,8 @@ def merged(model: torch.nn.Module, whole: Mapping[str, Any], tied: Mapping[str, 
             )  # PEFT adds to a tied tensor for all that hold it
             if kept in taken:
                 raise UnsupportedError(
-                    f"merge_adapters=True: {kept} is shared by several adapted layers; leave it out, so that adapters come apart"
+                    f"merge_adapters=True: {kept} is shared by several adapted layers; leave it out, "
+                    "so that adapters are sent separately"
                 )
             taken[kept] = MergedTensor(made, name)
     rest = {name: each for name, each in whole.items() if name not in gone}

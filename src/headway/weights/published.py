@@ -122,7 +122,7 @@ def push(
         OptionalDependencyMissing: huggingface_hub is not installed.
     """
     if not repo_id:
-        raise ConfigError("push_to_hub needs a repository, as in 'owner/name'")
+        raise ConfigError("push_to_hub needs a repository, such as 'owner/name'")
     hub = require("huggingface_hub", "push_to_hub uploads with", "huggingface_hub")
     api = hub.HfApi(token=token)
     name = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)

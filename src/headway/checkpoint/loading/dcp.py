@@ -38,7 +38,7 @@ class _TableUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in _NAMES:
             return super().find_class(module, name)
         raise CheckpointError(
-            f"{TABLE} names {module}.{name}, which no table of contents needs: it is damaged or made to do harm"
+            f"{TABLE} names {module}.{name}, which no metadata file needs: the file is damaged or malicious"
         )
 
 
@@ -53,7 +53,7 @@ class _SafeReader(FileSystemReader):
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         if not isinstance(found, Metadata):
-            raise CheckpointError(f"{path} holds a {type(found).__name__} and no table of contents")
+            raise CheckpointError(f"{path} holds a {type(found).__name__}, not a checkpoint's metadata")
         found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
@@ -112,6 +112,4 @@ def _model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
         if inside:
             return {key: ".".join(path) for key, path in (nested or inside).items()}
     parts = sorted({path[0] for path in found.values()})
-    raise CheckpointError(
-        f"none of the parts {listed(parts, 5)} is a model's; expected is one of {', '.join(_OF_MODELS)}"
-    )
+    raise CheckpointError(f"none of the parts {listed(parts, 5)} is a model; expected one of {', '.join(_OF_MODELS)}")

@@ -37,7 +37,7 @@ CHANGED = ("data", "schedule")
 """What a run that is resumed may have others of, where it says so."""
 _PLACES = (None, "cpu", "on_device")
 _NOTHING_LEFT = (
-    "nothing is left to train: resumed after %d epochs, of %d in all; ask for more, or begin again in another folder"
+    "nothing is left to train: resumed after %d of %d epochs; train for more epochs, or start again in another folder"
 )
 _NOT_AUTOMATIC = (
     'resume("latest") found nothing in %s, the place of automatic checkpoints: training begins at the start. This run names none '
@@ -442,7 +442,7 @@ class Checkpoints:
             return None
         restored = self.load(folder, is_strict, changed)
         if is_newest and self.place.project.keep_compiled and compiled.load(folder):
-            log.info("compiled code is taken from %s", folder)
+            log.info("compiled code was loaded from %s", folder)
         self._owes_epochs = True
         self._check_steps()
         return restored

@@ -48,13 +48,13 @@ def load(folder: Path) -> bool:
     try:
         data = read_regular(path, _MOST)
     except CheckpointError as error:
-        log.warning("compiled code is not taken from the checkpoint: %s", error)
+        log.warning("compiled code was not loaded from the checkpoint: %s", error)
         return False
     seal, artifacts = data[:_SEAL], data[_SEAL:]
     if not hmac.compare_digest(seal, _seal(artifacts)):
         log.warning(
-            "%s is not taken up, as it was not sealed with this user's key: it is code, and may be somebody else's. Models are "
-            "compiled again. For machines without a common home, give HEADWAY_SECRET to all of them",
+            "%s is ignored, because it was not sealed with this user's key: it is code, and may come from somebody else. Models "
+            "are compiled again. If machines share no home directory, set HEADWAY_SECRET on all of them",
             path,
         )
         return False

@@ -184,7 +184,7 @@ class MemoryTier:
         if self._share is not None and self._share.leads:
             shutil.rmtree(self._folder, ignore_errors=True)
         log.warning(
-            "keep_in_memory ends here, as an update could not be kept (%s); checkpoints on the disk go on as before",
+            "keep_in_memory stops, because an update could not be kept (%s); checkpoints on the disk are not affected",
             why or "no shared memory",
         )
 
@@ -206,8 +206,8 @@ class MemoryTier:
         if not all(groups):
             self._is_off = True
             log.warning(
-                "keep_in_memory has no effect: the agent of `headway launch`, which there is with several processes, holds the "
-                "shared memory (/dev/shm), and did not start this process"
+                "keep_in_memory has no effect: it needs shared memory (/dev/shm) of the agent that `headway launch` runs for several "
+                "processes, and this process was not started by one"
             )
             return False
         own = groups[self._collectives.rank]
@@ -239,9 +239,9 @@ class MemoryTier:
             copies = [own.get(name) for own in on_rank]
             there = [each for each in copies if each is not None]
             if len({each.sha256 for each in there}) > 1:
-                log.warning("%s in memory is passed over: machines have kept different states under that name", name)
+                log.warning("%s in memory is skipped: machines have kept different states under that name", name)
             elif missing := there[0].files.difference(*(each.held for each in there)):
-                log.warning("%s in memory is passed over: no machine holds %s", name, ", ".join(sorted(missing)[:3]))
+                log.warning("%s in memory is skipped: no machine holds %s", name, ", ".join(sorted(missing)[:3]))
             else:
                 if any(each is None or each.held != each.files for each in copies):
                     holders, files = (
@@ -264,7 +264,7 @@ class MemoryTier:
                     manifest.sha256, frozenset(manifest.files), frozenset(each.name for each in here)
                 )
             except CheckpointError as error:
-                log.warning("a state in memory is passed over: %s", error, main_process_only=False)
+                log.warning("a state in memory is skipped: %s", error, main_process_only=False)
                 with suppress(OSError):
                     folders.remove(folder)
         return found

@@ -113,7 +113,7 @@ class FolderLock:
             self._take()
         elif not self._is_own(found[0]):
             raise CheckpointError(
-                _told(self._folder, found[0], "was taken, while this run was not to be seen, by another one")
+                _told(self._folder, found[0], "was taken by another run while this one did not respond")
             )
 
     def release(self) -> None:
@@ -169,7 +169,7 @@ class FolderLock:
             if not has_told:
                 has_told = True
                 log.warning(
-                    "%s; waiting for %g s for a sign of it", _told(self._folder, found[0], "was last used by"), SILENCE
+                    "%s; waiting %g s for a sign of life", _told(self._folder, found[0], "was last used by"), SILENCE
                 )
             time.sleep(1)
             found = _read(self._path)
@@ -213,7 +213,7 @@ class ObjectLock:
         """
         if self._etag and not self._beat():
             found = self._path.client.get(self._path.key)
-            told = "was taken, while this run was not to be seen, by another one"
+            told = "was taken by another run while this one did not respond"
             raise CheckpointError(_told(self._folder, b"" if found is None else found[0], told))
 
     def release(self) -> None:
@@ -268,7 +268,7 @@ class ObjectLock:
         holder, client, key = _holder(text), self._path.client, self._path.key
         lives = None if holder is None else holder.lives and not holder.is_here
         if lives is None:
-            log.warning("%s; waiting for %g s for a sign of it", _told(self._folder, text, "was last used by"), SILENCE)
+            log.warning("%s; waiting %g s for a sign of life", _told(self._folder, text, "was last used by"), SILENCE)
         until = time.monotonic() + (SILENCE if lives is None else 0)
         while time.monotonic() < until:
             time.sleep(min(1.0, SILENCE / 10))
@@ -380,7 +380,7 @@ def _holder(text: bytes) -> LockOwner | None:
 def _told(folder: Path, text: bytes, what: str) -> str:
     holder = _holder(text)
     return (
-        f"{folder} {what}{'' if holder is None else f': {holder}'}. Two runs in one folder would remove and take up each other's "
+        f"{folder} {what}{'' if holder is None else f': {holder}'}. Two runs in one folder would remove and load each other's "
         "checkpoints; end that one, or give this one another project_dir"
     )
 

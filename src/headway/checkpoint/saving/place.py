@@ -71,7 +71,7 @@ class CheckpointFolder:
                 )
             place = to_path(output_dir).expanduser().absolute()
             if isinstance(place, ObjectPath) and not place.key:
-                raise ConfigError(f"{place} is a whole bucket; give a name in it, as in {place}/checkpoint")
+                raise ConfigError(f"{place} is a whole bucket; give a place in it, such as {place}/checkpoint")
             return place
         others = self._later_ones()
         if others:

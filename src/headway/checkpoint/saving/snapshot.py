@@ -59,7 +59,7 @@ class SteadyTensors:
         for name, tensor, version in self._tensors:
             if tensor._version != version:
                 raise CheckpointError(
-                    f"{name} was changed while it was saved, and not by an optimizer of this Accelerator; nothing was kept"
+                    f"{name} was changed while it was saved, and not by an optimizer of this Accelerator; nothing was saved"
                 )
 
 

@@ -129,7 +129,7 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
                 b"".join(source.read_range(start, end)) if end - start > PART else next(source.read_range(start, end))
             )
         except FileNotFoundError as error:
-            raise CheckpointError(f"a part of {source} is not there any more: {error}") from error
+            raise CheckpointError(f"a part of {source} no longer exists: {error}") from error
         view = memoryview(data)
         bad = next((n for n in run if _hash(view, n, run, written) != written.digests[n]), None)
         if bad is None:
@@ -137,7 +137,7 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
         if is_last:
             raise CheckpointError(
                 f"{source} is damaged: its bytes {bad * written.piece:,} to {min((bad + 1) * written.piece, end):,} are not those "
-                f"written ({TITLE} differs); resume from another checkpoint beside it"
+                f"written ({TITLE} differs); resume from another checkpoint"
             )
     if local is not None:
         try:
@@ -146,7 +146,7 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
                 file.write(view)
         except OSError as error:
             raise CheckpointError(
-                f"{local} cannot be written: {error}. What a rank loads is kept there meanwhile; let TMPDIR name a larger disk"
+                f"{local} cannot be written: {error}. A rank keeps what it loads there for a while; set TMPDIR to a larger disk"
             ) from error
 
 

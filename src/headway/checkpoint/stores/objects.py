@@ -43,7 +43,7 @@ def check_target(final: ObjectPath) -> None:
     foreign = [name for name, _ in final.below() if name != MANIFEST and not _DATA.fullmatch(name.split("/")[0])]
     if foreign:
         raise CheckpointError(
-            f"{final} holds objects ({foreign[0]}) that are no checkpoint of Headway's; give a new place"
+            f"{final} holds objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
         )
 
 
@@ -92,9 +92,7 @@ def commit(staging: ObjectPath, final: ObjectPath, manifest: Manifest, fence: Ca
     former = path.client.get(path.key)
     fence()
     if path.client.put(path.key, data, None if former is None else former[1]) is None:
-        raise CheckpointError(
-            f"{final} was committed by another run at the same moment; give each run a place of its own"
-        )
+        raise CheckpointError(f"{final} was committed by another run at the same time; give each run its own place")
     _look_back(final, placed, fence)
     if former is not None:
         _tidy(final, staging.name)
@@ -135,7 +133,7 @@ def _tidy(final: ObjectPath, kept: str) -> None:
         doomed = [each.key for name, each in final.below() if _is_data(name) and name.split("/")[0] != kept]
         final.client.delete(doomed)
     except CheckpointError as error:
-        log.warning_once("%s: what it replaced could not be removed (%s)", final, error)
+        log.warning_once("%s: the files of the checkpoint that it replaced could not be removed (%s)", final, error)
 
 
 def _is_data(name: str) -> bool:

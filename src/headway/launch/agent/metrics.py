@@ -131,11 +131,11 @@ class RunMetrics:
         """Why the run does not go on here; "" where it does, or has not begun."""
         readings, now = self._read(), time.monotonic()
         if readings and all(one.beat and now - one.beat > SILENCE for one in readings.values()):
-            return f"no rank here has run for {SILENCE:g} s"
+            return f"no rank on this machine has run for {SILENCE:g} s"
         longest = max((waited(one, now) for one in readings.values()), default=0.0)
         if longest > LONGEST_COLLECTIVE:
             rank = awaited(readings, now)
-            return f"{longest:.0f} s in a collective{'' if rank is None else f'; rank {rank} is awaited'}"
+            return f"{longest:.0f} s in a collective{'' if rank is None else f'; waiting for rank {rank}'}"
         return ""
 
     def text(self) -> str:
@@ -151,16 +151,28 @@ class RunMetrics:
         def each(value: Callable[[PulseReading], float]) -> Rows:
             return [({"rank": rank}, value(one)) for rank, one in readings.items()]
 
-        yield "ranks", "Ranks of this machine that run.", [({}, len(readings))]
-        yield "restarts", "How often the processes were started again.", [({}, self._restarts())]
+        yield "ranks", "Ranks running on this machine.", [({}, len(readings))]
+        yield "restarts", "Restarts of the processes.", [({}, self._restarts())]
         yield "updates", "Updates made.", each(lambda one: one.update)
-        yield "micro_step", "Micro-batches begun in this window.", each(lambda one: one.micro_step)
-        yield "heartbeat_age_seconds", "Since the last heartbeat.", each(lambda one: now - one.beat if one.beat else 0)
-        yield "collective_seconds", "In the present collective; 0: in none.", each(lambda one: waited(one, now))
-        yield "awaited_rank", "The rank that others here wait for; -1: none.", [({}, -1 if late is None else late)]
+        yield "micro_step", "Micro-batches begun in the current accumulation window.", each(lambda one: one.micro_step)
+        yield (
+            "heartbeat_age_seconds",
+            "Seconds since the last heartbeat.",
+            each(lambda one: now - one.beat if one.beat else 0),
+        )
+        yield "collective_seconds", "Seconds in the current collective; 0: in none.", each(lambda one: waited(one, now))
+        yield (
+            "awaited_rank",
+            "The rank that others on this machine wait for; -1: none.",
+            [({}, -1 if late is None else late)],
+        )
         yield "resident_memory_bytes", "Host memory of the process.", each(lambda one: _resident(one.pid))
-        yield "skipped_updates", "Updates left out: fp16's scale, not finite, spikes.", [({}, tail.num_skipped)]
-        yield "events", "What happened, by name.", [({"event": name}, count) for name, count in tail.events.items()]
+        yield (
+            "skipped_updates",
+            "Skipped updates: fp16's loss scale, non-finite values, spikes.",
+            [({}, tail.num_skipped)],
+        )
+        yield "events", "Events, by name.", [({"event": name}, count) for name, count in tail.events.items()]
         for name, short in (
             ("loss", "loss"),
             ("tokens_per_second", "tokens_per_second"),
@@ -171,7 +183,7 @@ class RunMetrics:
         yield "logged", "The latest number logged under each name.", [({"name": k}, v) for k, v in tail.values.items()]
         commit = [] if tail.commit is None else [tail.commit]
         yield "last_commit_timestamp_seconds", "When the last checkpoint was committed.", [({}, at) for at, _ in commit]
-        yield "last_commit_update", "Of which update it is.", [({}, update) for _, update in commit]
+        yield "last_commit_update", "The update of the last checkpoint.", [({}, update) for _, update in commit]
 
 
 def _resident(pid: int) -> float:
@@ -223,7 +235,7 @@ class MetricsServer:
                     trouble = metrics.trouble()
                     self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n")
                 else:
-                    self._answer(404, "there are /metrics and /healthz\n")
+                    self._answer(404, "not found; try /metrics or /healthz\n")
 
             def _answer(self, status: int, text: str) -> None:
                 body = text.encode()

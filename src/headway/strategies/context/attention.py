@@ -452,13 +452,13 @@ def use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
         return None
     if now != "eager":
         raise PrepareError(
-            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism load it with 'sdpa'"
+            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism, load it with 'sdpa'"
         )
     try:
         switch("sdpa")
     except ValueError as error:
         raise PrepareError(
-            f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
+            f"{type(model).__name__} only has eager attention, which context parallelism cannot split: {error}"
         ) from error
-    log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
+    log.info_once("context parallelism: %s now computes attention with sdpa instead of eagerly", type(model).__name__)
     return partial(switch, now)

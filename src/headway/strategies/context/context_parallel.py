@@ -200,8 +200,8 @@ class ContextParallel:
         if kind not in self._ways:
             if self.is_in_stage():
                 raise UnsupportedError(
-                    f"{type(self._model).__name__} is given labels or num_items_in_batch now, and was not when the same function was "
-                    "called for this micro-batch before; under context parallelism beside a pipeline it must do the same each time"
+                    f"{type(self._model).__name__} now receives labels or num_items_in_batch, but did not when the same function was "
+                    "called for this micro-batch before; with context and pipeline parallelism, it must do the same each time"
                 )
             self._ways[kind] = self._dry_run(args, kwargs)
         if self._is_rehearsal:
@@ -385,8 +385,8 @@ class ContextParallel:
         x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
         if not isinstance(x, torch.Tensor) or x.dim() < 3:
             raise PrepareError(
-                f"the blocks of {type(self._model).__name__} must be given (rows, tokens, width) first to be cut along the "
-                f"sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+                f"the first argument of the blocks of {type(self._model).__name__} must be (rows, tokens, width), to be split "
+                f"along the sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
             )
         return x
 

@@ -77,8 +77,8 @@ def complete(
     plan, keep = _starred(found.plan, names), {name: "" for name in found.keep if name not in found.divide}
     rest = ", ".join(_starred({name: "" for name in linears if name not in found.plan}, names))
     log.info_once(
-        "%s has no tensor-parallel plan of its own; by its structure, tp=%d splits %s. All else stays whole%s",
-        type(model).__name__, size, ", ".join(plan), f", {rest} among it" if rest else "",
+        "%s has no tensor-parallel plan of its own; the one derived from its structure splits (tp=%d) %s. The rest stays whole%s",
+        type(model).__name__, size, ", ".join(plan), f", including {rest}" if rest else "",
     )  # fmt: skip
     divide = _starred(dict.fromkeys(found.divide, ""), counts)
     return replace(options, plan=plan, divide=(*options.divide, *divide), keep=(*options.keep, *_starred(keep, counts)))
@@ -103,7 +103,7 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
         if not ModuleTrial(block, dict.fromkeys([*layers, *alone]), 1).acts_on_tokens(gathered, alone):
             raise PrepareError(
                 f"sequence_parallel=True: {name!r} ({type(block).__name__}) could not be shown to compute each token by itself "
-                "outside of its split attention and MLPs; leave the option out, or give a plan"
+                "outside its split attention and MLPs; leave the option out, or give a plan"
             )
 
 

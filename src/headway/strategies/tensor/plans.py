@@ -343,7 +343,7 @@ def _stacks(model: torch.nn.Module, cuts: ModelSplit) -> list[list[str]]:
     if not found:
         raise PrepareError(
             f"sequence_parallel=True needs a ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
-            "has none under this plan; leave the option out, or give torch's ParallelStyle objects"
+            "has none with this plan; leave the option out, or give torch's ParallelStyle objects"
         )
     return found
 

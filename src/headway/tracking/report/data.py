@@ -234,9 +234,7 @@ def find_log(path: Path) -> Path:
     """
     if isinstance(path, ObjectPath):
         if (found := fetch_log(path)) is None:
-            raise ConfigError(
-                f"{path} holds no {FILE}, or several: give the place of one run, in which its {FILE} lies"
-            )
+            raise ConfigError(f"{path} holds no {FILE}, or several: give the place of one run that contains a {FILE}")
         return found
     if os.path.isfile(path):
         return path

@@ -42,11 +42,11 @@ class NonFinitePolicy:
     """What happens to an update whose loss or gradients are not finite.
 
     Attributes:
-        action: "skip": it is left out on all ranks and training goes on. "stop": it is left out, and the loaders that are
-            trained on end after their batch on all ranks. "raise": NonFiniteError on all ranks, before the update. "explain": the
-            same, after the window was run again with every operation looked at; the error says where it began.
-        max_in_row: so many updates in a row are skipped; one more raises.
-        explains: run the first bad window again whatever the action is.
+        action: "skip": it is skipped on all ranks, and training continues. "stop": it is skipped, and training loaders end after
+            the current batch on all ranks. "raise": NonFiniteError on all ranks, before the update. "explain": the same, after
+            running the window again with every operation checked; the error says where it began.
+        max_in_row: this many updates in a row may be skipped; one more raises.
+        explains: run the first bad window again, whatever the action.
     """
 
     action: str = "skip"
@@ -351,7 +351,7 @@ class FiniteGuard(StepGuard):
                 loader.stop()
 
     def _explain(self) -> bool:
-        """The window has been run again: say where it began.
+        """The window has been run again: report where it began.
 
         Raises:
             NonFiniteError: the update was not to be left out in silence.
@@ -365,7 +365,7 @@ class FiniteGuard(StepGuard):
         told = "; ".join(map(str, every))
         told = (
             told
-            or "run again, its losses and gradients were finite: what it read has changed, or it is no function of its batch"
+            or "its losses and gradients were finite: its inputs have changed, or its results depend on more than the batch"
         )
         self.report = f"{self.report}. Run again with checks, {told}"
         notify("non_finite_origin", source=self._clock, origins=[asdict(each) for each in every])
@@ -418,7 +418,7 @@ class FiniteGuard(StepGuard):
         }[action]
         spoilt = [name for name, buffer in self._prepared.named("named_buffers") if not _is_finite(buffer)]
         after = (
-            f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), which skipping does not mend: load a checkpoint"
+            f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), which skipping does not repair: load a checkpoint"
             if spoilt
             else ""
         )

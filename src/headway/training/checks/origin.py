@@ -65,16 +65,16 @@ class RunSurroundings:
 
 @dataclass(frozen=True)
 class NanOrigin:
-    """Where a value that is not finite arose.
+    """The origin of a value that is not finite.
 
     Attributes:
         phase: "forward", "backward", "weight" (a parameter or buffer held it), "input" (it came with the batch) or "elsewhere" (it
             was there already, or came from another rank).
-        operation: of torch, as "aten.log"; of backward with the node, as "aten.div in SqrtBackward0". Of a weight its name.
-        module: the full name of the module that was being called; empty: outside of all.
-        line: of the user's code, as "train.py:12 in loss"; empty: not known.
-        rows: of this rank's batch, at most 8; empty: they cannot be told.
-        rank: which one.
+        operation: torch's, such as "aten.log"; in backward with the node, such as "aten.div in SqrtBackward0". The name of a weight.
+        module: the full name of the module that was being called; empty: none.
+        line: of the user's code, such as "train.py:12 in loss"; empty: unknown.
+        rows: rows of this rank's batch, at most 8; empty: unknown.
+        rank: the rank on which it began.
     """
 
     phase: str
@@ -93,7 +93,7 @@ class NanOrigin:
         what = {
             "weight": f"with {self.operation}, which holds values that are not finite",
             "input": f"with the values that were given to {self.operation}",
-            "elsewhere": "with a tensor that no operation here has made",
+            "elsewhere": "with a tensor that no checked operation has produced",
         }.get(self.phase, f"in {self.phase} with {self.operation}")
         where = f" in {self.module}" if self.module else ""
         return f"it began {what}{where}{f' ({self.line})' if self.line else ''}{rows}, on rank {self.rank}"

@@ -51,15 +51,16 @@ class SpikePolicy:
     """What happens to an update whose loss or gradient norm is far above those before it.
 
     Attributes:
-        action: "skip": the update is left out on all ranks, and training goes on. "go_back": also the `updates` to twice as many
-            before it, down to the beginning of the pass over the data at most; their batches are left out.
-        fence: how many times the distance of the quartiles, above the upper one, is a spike of a loss.
-        norm_fence: the same of a gradient norm, whose tail is longer.
-        window: the band is made of so many values, 32 or more.
-        warm_up: before so many values, nothing is a spike.
-        updates: how far to go back; the state is copied to host memory every so many updates, and two copies are kept.
-        max_in_row: so many spikes in a row are left out, or gone back from without `updates` updates between them; one more raises
-            SpikeError.
+        action: "skip": the update is skipped on all ranks, and training continues. "go_back": `updates` or more updates before it
+            (fewer than twice as many) are undone, too, but not beyond the start of this pass over the data; their batches are left
+            out.
+        fence: a loss is a spike if it is more than this many interquartile ranges above the upper quartile.
+        norm_fence: the same for a gradient norm, which has a longer tail.
+        window: the number of values that the quartiles are of, 32 or more.
+        warm_up: nothing is a spike before there are this many values.
+        updates: how far to go back; the state is copied to host memory every `updates` updates, and two copies are kept.
+        max_in_row: this many spikes in a row are skipped, or gone back from, with fewer than `updates` updates between them; one more
+            raises SpikeError.
     """
 
     action: str = "skip"
@@ -296,10 +297,10 @@ class SpikeGuard(FiniteGuard):
         action = "raise" if is_hopeless else "skip" if left is None else "go_back"
         everywhere = " on all ranks" if self._group.world_size > 1 else ""
         done = {
-            "skip": f"the update is left out{everywhere}",
+            "skip": f"the update is skipped{everywhere}",
             "go_back": f"back to the state after {left} updates{everywhere}; the batches since then are left out",
-            "raise": f"{self._spikes_in_row} spikes in a row are more than max_in_row={self.spike_policy.max_in_row}, and no bad "
-            "batch: lower the learning rate, or resume from an earlier checkpoint",
+            "raise": f"{self._spikes_in_row} spikes in a row are more than max_in_row={self.spike_policy.max_in_row}, and not just "
+            "bad batches: lower the learning rate, or resume from an earlier checkpoint",
         }[action]
         self.report = f"update {update}: {told}: {done} ({self.num_spikes} in all)"
         losses = {str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()}
@@ -336,7 +337,7 @@ def build_spike_guard(
     policy = chosen if isinstance(chosen, SpikePolicy) else SpikePolicy(chosen)
     if has_scaler(precision, strategy):
         raise UnsupportedError(
-            "on_spike reads gradients before the update, which fp16's loss scale multiplies and may overflow; use "
+            "on_spike reads gradients before the update, where they still have fp16's loss scale and may overflow; use "
             "mixed_precision='bf16', or leave on_spike out"
         )
 

@@ -216,4 +216,4 @@ def test_a_run_that_was_at_its_end_says_that_nothing_is_left(tmp_path, caplog):
     assert run(2) == [0, 1]
     assert "nothing is left" not in caplog.text
     assert run(1) == []
-    assert "nothing is left to train: resumed after 1 epochs, of 1 in all" in caplog.text
+    assert "nothing is left to train: resumed after 1 of 1 epochs" in caplog.text

@@ -125,7 +125,7 @@ def test_where_memory_is_full_training_goes_on(memory, tmp_path, monkeypatch, ca
     with caplog.at_level(logging.WARNING):
         losses, _ = run(tmp_path, save_at=(4,))
     assert losses == whole
-    assert caplog.text.count("keep_in_memory ends here") == 1
+    assert caplog.text.count("keep_in_memory stops") == 1
     assert "No space left" in caplog.text
     assert list(memory.iterdir()) == []
 

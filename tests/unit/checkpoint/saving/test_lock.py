@@ -89,7 +89,7 @@ def test_machines_of_one_start_that_see_one_folder_have_one_lock(tmp_path):
 def test_a_run_that_was_silent_for_long_hears_that_its_folder_is_anothers(tmp_path):
     held = take(tmp_path)
     written(tmp_path, machine="another")
-    with pytest.raises(CheckpointError, match="was taken, while this run was not to be seen"):
+    with pytest.raises(CheckpointError, match="was taken by another run while this one did not respond"):
         held.check()
     held.release()
     assert (tmp_path / "checkpoints.lock").exists()

@@ -216,7 +216,7 @@ def test_a_resumed_run_goes_by_the_same_band(tmp_path):
 def test_too_many_in_a_row_are_no_bad_batch():
     rows = data(60, dict.fromkeys(range(40, 50), 1000.0))
     with pytest.raises(
-        SpikeError, match=r"update 41: .*: 4 spikes in a row are more than max_in_row=3, and no bad batch"
+        SpikeError, match=r"update 41: .*: 4 spikes in a row are more than max_in_row=3, and not just bad batches"
     ):
         Run(rows, on_spike=SpikePolicy(max_in_row=3)).train()
 
