@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: one of two processes is killed, and the run goes on from the store, with the same loss.
+"""Checkpoints in a bucket: one of two processes is killed, and the run continues from the store, with the same loss.
 
 `python examples/object_store.py` starts an S3 server on this machine (`pip install moto flask flask-cors boto3`) and trains against
 it; with `--url s3://bucket/run` the script trains there, under `headway launch`, with the credentials that the environment has.

@@ -1,4 +1,4 @@
-"""What it costs to lose less: a state of 100 MB kept in memory after each update, saves beside the loop, and compiled code kept.
+"""What recovery costs: a state of 100 MB kept in memory after each update, overlapped saves, and compiled code in checkpoints.
 
 One rank and two (gloo), each row beside the same updates without it, in one run. Beside wall time, which a busy machine spoils, the
 processor time of the loop's own thread, which is what the loop pays itself, and of the whole process.

@@ -22,7 +22,7 @@ _COMMANDS = {
     "plan": ("headway.cli.plan", "Compare layouts on any number of ranks: memory, traffic, time."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
-    "compat": ("headway.cli.compat", "Show which names of Accelerate work, also for a script."),
+    "compat": ("headway.cli.compat", "Show which Accelerate names work, in general or in a script."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
     "completion": ("headway.cli.completion", "Print the script that completes commands and flags in your shell."),
 }

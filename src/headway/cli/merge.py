@@ -1,4 +1,4 @@
-"""`headway merge`: a checkpoint's weights as safetensors or torch.distributed.checkpoint's files, by the bare module's names."""
+"""`headway merge`: a checkpoint's weights as safetensors or torch.distributed.checkpoint files, under the bare module's names."""
 
 import logging
 import os

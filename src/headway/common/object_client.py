@@ -1,4 +1,4 @@
-"""Object stores (S3, Google Cloud Storage, Azure) through obstore: what they are asked, how often, and what an error says.
+"""Client for object stores (S3, Google Cloud Storage, Azure), on top of obstore: requests, retries and errors.
 
 Every request is tried again while it fails in a way that may pass (no answer, a server's error, a torn transfer), for a bounded
 time; what is refused is not. Endpoint, region and credentials are found by obstore itself: AWS_*, GOOGLE_* and AZURE_* variables, a

@@ -1,4 +1,4 @@
-"""Places in object stores (`s3://bucket/run`) that are asked like paths; a file longer than a part lies there as several objects.
+"""Paths in object stores (`s3://bucket/run`); a file longer than a part is stored as several objects.
 
 A file's first 16 MiB are the object of its name, the next ones `<name>.part-00001` and so on: each is written by one request that
 succeeds or fails as a whole, so that a killed process leaves nothing but objects with names. (What a multipart upload leaves has none

@@ -1,4 +1,4 @@
-"""A run's files in an object store: written to a local folder, and sent from there every half minute and at the end.
+"""A run's files in an object store: written to a local folder, and uploaded from there every half minute and at the end.
 
 Objects cannot be appended to, so that a log is sent whole each time it has grown. What a killed process logged after the last time is
 lost there; values that are logged again after a resume replace those of the same steps, as in a local log.

@@ -1,4 +1,4 @@
-"""Adapters merged into what they adapt while weights leave a model, layer by layer; the model itself is left as it is.
+"""Merges adapters into their layers while weights are streamed, layer by layer; the model itself does not change.
 
 Each adapted layer is built once more, from whole tensors, and merged by PEFT itself: values are those of `merge_and_unload`.
 """

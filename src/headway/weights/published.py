@@ -1,4 +1,4 @@
-"""What lies beside a model's weights so that `from_pretrained` opens the folder; and folders on the Hugging Face Hub.
+"""The files that `from_pretrained` needs in addition to the weights, and uploads to the Hugging Face Hub.
 
 Nothing here knows transformers or PEFT: a model has a `config` and a `generation_config` that can write themselves, or adapters
 and a `save_pretrained` of its own. The files of a tokenizer come from whoever has it, or from where the model was loaded from: its

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's folders, of weights: written for others, and read without running what a pickle says.
+"""Weights in torch.distributed.checkpoint's format: written for other programs, and read without executing pickles.
 
 Such a folder keeps its table of contents, `.metadata`, as a pickle. It is read by an unpickler that knows torch's own classes for
 it and nothing else; values are tensors, which torch reads with `weights_only`. Objects beside them are passed over.

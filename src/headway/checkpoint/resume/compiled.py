@@ -1,4 +1,4 @@
-"""What torch.compile has made, kept in checkpoints, so that a run on a new machine does not compile again.
+"""torch.compile's artifacts, kept in checkpoints, so that a run on a new machine does not compile again.
 
 Torch's artifacts are code: they are put into its cache on the disk, from which the next compilation unpickles graphs and loads
 kernels. So they are taken up by `resume("latest")` alone, where the setting asks for them, and only if they carry the seal

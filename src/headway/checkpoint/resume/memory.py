@@ -1,4 +1,4 @@
-"""The last update in memory: checkpoints in a folder of shared memory that the launcher's agent holds, and workers leave behind.
+"""The last update in memory: checkpoints in a shared-memory folder that the launcher's agent holds, and that outlives the workers.
 
 They are written as any other, beside the next forward and backward, from the tensors themselves: parameters and what optimizers keep
 change in a step only, and each step waits for the commit. So a run that is started again by its agent has lost one update at

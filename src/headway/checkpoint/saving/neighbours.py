@@ -1,4 +1,4 @@
-"""A copy of each rank's part on the next machine, where machines keep sharded state in memories of their own.
+"""A copy of each rank's part on the next machine, for machines that keep sharded state in memory.
 
 The ranks of one machine send what they have written to those of the next, on a gloo group of their own and behind the loop, and every
 machine learns what all parts are. So each commits the same manifest, over its own files and its neighbour's.

@@ -1,1 +1,1 @@
-"""Checkpoints in object stores: committed by one conditional request, and read by the ranges that a rank needs."""
+"""Checkpoints in object stores: committed by one conditional request, and read in the ranges that a rank needs."""

@@ -1,4 +1,4 @@
-"""The ranges of a checkpoint in an object store that this rank needs, in local files with holes, each piece compared with its hash.
+"""Downloads the ranges of a checkpoint that this rank needs into sparse local files, and compares each piece with its hash.
 
 The files have the lengths of the stored ones, and take up disk space (in TMPDIR) for what was fetched only. They are removed with
 the object; what has been mapped of them until then stays.

@@ -1,4 +1,4 @@
-"""Checkpoints as objects: parts below a name of their own, and a manifest whose conditional write is the commit.
+"""Checkpoints as objects: parts under a prefix for each save, and a manifest whose conditional write is the commit.
 
 ::
 

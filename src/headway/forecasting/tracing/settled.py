@@ -1,4 +1,4 @@
-"""A third update after two that were traced: memory lies otherwise after each of the first few, and what is reserved grows."""
+"""A third update after two traced ones: blocks are placed differently after each of the first few, and reserved memory grows."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run looks like from outside: `headway launch --metrics_port N` serves Prometheus' text format on 127.0.0.1.
+"""A run's metrics: `headway launch --metrics_port N` serves them in Prometheus' text format on 127.0.0.1.
 
 The agent answers, from the pulses of this machine's ranks (mapped memory), /proc, and the run's log, whose place rank 0 tells in
 its pulse: the ranks do nothing for it. A scrape reads what the log has grown by since the last one. The format is Prometheus'

@@ -1,4 +1,4 @@
-"""A folder in this machine's shared memory that lives as long as the launcher's agent: what workers leave there outlives them.
+"""A folder in shared memory that lives as long as the launcher's agent, so its contents outlive the workers.
 
 The agent holds a lock on it (`flock`, which the kernel drops with its holder). An agent that was killed leaves its folder behind; the
 next one that starts on the machine finds it without a holder, and removes it.

@@ -1,4 +1,4 @@
-"""A dry run of a model whose blocks repeat: that of a few of them, proved alike, and carried on to all.
+"""A dry run of a model whose blocks repeat: a few of them are run, checked to be alike, and extrapolated to all.
 
 What a rank holds, sends and computes must grow by as much with the fifth repetition as with the fourth; its peak is that of the
 events of all of them (`headway.forecasting.tracing.repeats`).

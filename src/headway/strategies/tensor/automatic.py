@@ -1,4 +1,4 @@
-"""A plan for a model that has none: found by its structure, and proved before anything is split.
+"""A plan for a model that has none: derived from its structure, and verified before anything is split.
 
 Within each module, innermost first, linear layers are taken in the order of their calls: some that are cut by columns, and the next
 one cut by rows. A trial (`trial`) decides: such a group is split if the module then computes the same, with heads counted as they are

@@ -1,4 +1,4 @@
-"""Does a module compute the same when its matrices are split? A copy with other numbers, called whole and as by each rank.
+"""Checks that a module computes the same when its matrices are split, with a copy that has random weights.
 
 The matrix that is cut by rows is called with each rank's part, and gives the rank's term; what follows goes on with the whole's
 result. So the terms must add up to that result, and all else must be as in the whole module. No rank asks another, the model's own

@@ -1,4 +1,4 @@
-"""Where did the nan begin? A window whose loss or gradients were not finite is run again, with every operation looked at.
+"""Where a nan began: a window whose loss or gradients were not finite is run again, with every operation checked.
 
 The loaders give the window's batches once more, from the RNG states and buffers of its beginning, so that the loop's own code runs
 again; no update is made from it. Meanwhile a `TorchDispatchMode` sees each operation of forward and backward. A value that is not

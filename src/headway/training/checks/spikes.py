@@ -1,4 +1,4 @@
-"""The spike guard: a loss or gradient norm far above those of the last updates is noticed before the update, by all ranks alike.
+"""The spike guard: all ranks notice, before the update, a loss or gradient norm far above those of recent updates.
 
 The band is one-sided. Of the values of the last `window` updates that were made, take the quartiles Q1 and Q3 of the logarithms (of
 the values themselves where any is not positive); a value is a spike above the fence

@@ -1,4 +1,4 @@
-"""The way back over several updates: copies of a run's state in host memory, one every n updates, the last two of which are kept.
+"""Undoes several updates: copies of a run's state in host memory, one every n updates; the last two are kept.
 
 A copy is made between two updates, before the next batch is asked for, and holds what the updates after it change: parameters,
 optimizer state, buffers, schedules, RNG states, counters, registered objects. The position in the data is not among them: after
