@@ -121,7 +121,7 @@ class FiniteGuard(StepGuard):
         num_in_row: of these, since the last update that was made.
         has_stopped: the action "stop" was taken.
         report: the latest message; empty while all is well.
-        origin: where the first such value began, on the rank that had it first; None: not known.
+        origin: where the first such value began, on the rank that had it first; None: unknown.
     """
 
     def __init__(

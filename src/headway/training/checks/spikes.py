@@ -141,12 +141,12 @@ class Band:
 
 
 class SpikeGuard(FiniteGuard):
-    """Watches losses and gradients, and refuses updates from outliers; what is not finite is one, unless it is refused on its own.
+    """Watches losses and gradients, and refuses updates from outliers, non-finite values included unless `on_non_finite` is set.
 
     Args:
         policy: what to do.
         parts: what `FiniteGuard` is given; its policy is that of `on_non_finite`.
-        has_own_policy: `on_non_finite` was asked for; else what is not finite is a spike.
+        has_own_policy: `on_non_finite` is set; otherwise a non-finite value is a spike.
         notes: what goes into manifests.
         rewind: makes what goes back, this guard's band included; None for the action "skip".
 
