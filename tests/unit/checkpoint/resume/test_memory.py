@@ -115,10 +115,10 @@ def test_what_is_gone_on_from_is_newer_than_what_was_damaged(memory, tmp_path):
 def test_where_memory_is_full_training_goes_on(memory, tmp_path, monkeypatch, caplog):
     real = writer.write_shard
 
-    def write_shard(path, tensors):
+    def write_shard(path, tensors, num_files):
         if memory in path.parents:
             raise OSError(28, "No space left on device")
-        return real(path, tensors)
+        return real(path, tensors, num_files)
 
     monkeypatch.setattr(writer, "write_shard", write_shard)
     whole, _ = run(tmp_path / "whole", every=0)
@@ -134,12 +134,12 @@ def test_a_change_while_it_is_kept_is_noticed(memory, tmp_path, monkeypatch, cap
     real = writer.write_shard
     changed = []
 
-    def write_shard(path, tensors):
+    def write_shard(path, tensors, num_files):
         for name, tensor in tensors:
             if memory in path.parents and name == "model/0/0.weight":
                 changed.append(name)
                 tensor.add_(0)  # in the memory of the parameter itself
-        return real(path, tensors)
+        return real(path, tensors, num_files)
 
     monkeypatch.setattr(writer, "write_shard", write_shard)
     with caplog.at_level(logging.WARNING):
