@@ -229,7 +229,7 @@ def streamed(kind: str, folder: str) -> None:
         assert torch.equal(raw_bytes(each), raw_bytes(wanted[name])), (
             name
         )  # read as floats, some packed ones are no numbers
-    with pytest.raises(UnsupportedError, match="on quantised bases leave it out"):
+    with pytest.raises(UnsupportedError, match="on quantised bases, leave it out"):
         accelerator.stream_weights(model, merge_adapters=True)
 
 

@@ -243,7 +243,7 @@ def test_a_writer_that_was_silent_commits_nothing(proxy, port, monkeypatch):
     proxy.judge = steal
     told = store_faults.save(root, 2, True)
     assert told.startswith("refused"), told
-    assert "by another one" in told
+    assert "by another run" in told
     assert store_faults.found_value(root) == 1
 
 
