@@ -54,11 +54,11 @@ class NeighbourCopies:
             dist.all_gather_object(told, (staging / f".written-{self._rank}").read_text(), group=self._group)
             work = [
                 dist.isend(_mapped(staging / name, size), self._receiver, group=self._group)
-                for name, size, _ in json.loads(told[self._rank])["files"]
+                for name, size, *_ in json.loads(told[self._rank])["files"]
             ]
             received = []  # the memory must live as long as the transfer
             for rank in self._senders:
-                for name, size, _ in json.loads(told[rank])["files"]:
+                for name, size, *_ in json.loads(told[rank])["files"]:
                     received.append(_mapped(staging / name, size))
                     work.append(dist.irecv(received[-1], rank, group=self._group))
             for each in work:
