@@ -39,14 +39,10 @@ def train(url: str, has_trouble: bool) -> None:
                 optimizer.zero_grad()
             if accelerator.num_updates % 5 == 0:
                 accelerator.save_state(blocking=False)
-            if (
-                has_trouble
-                and restored is None
-                and accelerator.num_updates == KILLED_AFTER
-                and accelerator.process_index
-            ):
-                accelerator.wait_for_save()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if has_trouble and restored is None and accelerator.num_updates == KILLED_AFTER:
+                accelerator.wait_for_save()  # on all ranks
+                if accelerator.process_index:
+                    os.kill(os.getpid(), signal.SIGKILL)
     accelerator.print(f"loss after {accelerator.num_updates} updates: {loss.item():.6f}")
     accelerator.end_training()
 

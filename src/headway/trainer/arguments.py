@@ -180,7 +180,7 @@ class TrainingArguments(UnknownMembers):
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
-        if isinstance(to_path(self.output_dir), ObjectPath):
+        if isinstance(self.output_dir, str | Path) and isinstance(to_path(self.output_dir), ObjectPath):
             raise ConfigError(
                 f"output_dir={str(self.output_dir)!r}: the Trainer only writes to folders; give a folder, or write the loop with the "
                 "Accelerator, whose project_dir can be a URL"
