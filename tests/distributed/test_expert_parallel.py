@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,6 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
         "the same in a loop": Task("lonely, in a loop", optimizer="sgd", updates=5),
         "computed again": Task("mixtral", optimizer="sgd", updates=3, handlers=(ActivationCheckpointing(),)),
     }),
-    "fsdp+ep+tp x8": (8, "fsdp=2+ep=2+tp=2", {name: replace(FOUR[name], window=16) for name in ("mixtral", "deepseek")}),
     "ddp+ep x4": (4, "ddp+ep=2", {"qwen": FOUR["qwen"]}),
     "ep x4": (4, "ep", {"deepseek": FOUR["deepseek"]}),
     "hsdp+ep x8": (8, "ddp=2+fsdp=2+ep=2", {"mixtral": Task("mixtral", optimizer="sgd", updates=5, window=16)}),

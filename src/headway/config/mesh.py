@@ -302,6 +302,11 @@ def check_served(layout: Layout) -> None:
             f"{' and '.join(others)} cannot be combined with groups of experts (ep={layout.ep}) yet; use ep with fsdp, hsdp, ddp or "
             "tp, as in fsdp+ep=2"
         )
+    if layout.ep > 1 and layout.tp > 1 and layout.shard > 1:
+        raise UnsupportedError(
+            f"fsdp={layout.shard} cannot be combined with both ep={layout.ep} and tp={layout.tp} yet; leave one of the three "
+            f"out, as in ep={layout.ep * layout.shard}+tp={layout.tp} or fsdp+ep={layout.ep}"
+        )
 
 
 def normal(text: str) -> str:

@@ -130,3 +130,5 @@ def test_experts():
     for text in ("ep=2+cp=2", "ep=2+pp=2"):
         with pytest.raises(UnsupportedError, match="cannot be combined with"):
             check_served(parse(text).resolve(4))
+    with pytest.raises(UnsupportedError, match=r"both ep=2 and tp=2 yet; .* as in ep=4\+tp=2 or fsdp\+ep=2"):
+        check_served(parse("fsdp=2+ep=2+tp=2").resolve(8))
