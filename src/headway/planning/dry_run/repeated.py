@@ -43,7 +43,7 @@ def dry_run_repeated(
     blocks = find_blocks(model)
     if blocks is None:
         return None
-    found: list[StepDryRun] = []
+    found: dict[int, StepDryRun] = {}
 
     def trace(count: int) -> Trace:
         def shortened() -> nn.Module:
@@ -51,13 +51,15 @@ def dry_run_repeated(
             blocks.shorten(model, count)
             return model
 
-        found.append(dry_run(shortened))
-        assert found[-1].trace is not None
-        return found[-1].trace
+        found[count] = dry_run(shortened)
+        made = found[count].trace
+        assert made is not None
+        return made
 
     traced = trace_repeated(trace, blocks.count)
-    counts = None if traced is None else _carried_on([_counts(each) for each in found], blocks.count - TRACED)
-    first = found[0]
+    in_order = [_counts(found[count]) for count in sorted(found)]
+    counts = None if traced is None else _carried_on(in_order, blocks.count - TRACED)
+    first = found[min(found)]
     places = {piece.name: index for index, piece in enumerate(first.pieces)}
     names = [name for name, _ in model.named_parameters()]
     if counts is None or not all(blocks.first_alike(name) in places for name in names):
