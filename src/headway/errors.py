@@ -17,6 +17,7 @@
     |   |   `-- AttributeNotServed (AttributeError) an object was asked for it
     |   `-- MetaModelError                      a model built without memory read a value that it does not have
     |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
+    |-- SpikeError             (ArithmeticError) too many updates in a row had an outlying loss or gradient norm
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit

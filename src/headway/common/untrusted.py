@@ -62,8 +62,8 @@ def read_regular(path: Path, most: int, refusal: type[HeadwayError] = Checkpoint
     """
     with open_regular(path, refusal) as file:
         try:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
+            # Some files of /proc have no end to go to; objects have no descriptor.
+            size = path.client.size(path.key) or 0 if isinstance(path, ObjectPath) else os.fstat(file.fileno()).st_size
             parts, left = [], most + 1
             while size <= most and left and (part := file.read(left)):
                 parts.append(part)
