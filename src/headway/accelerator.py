@@ -730,15 +730,12 @@ class Accelerator(RankAware):
     @property
     def non_finite(self) -> "finite.FiniteGuard | None":
         """What `on_non_finite` has done so far; None where it was not asked for."""
-        guard = self._training_step.guard
-        is_asked_for = type(guard) is not StepGuard and getattr(guard, "has_own_policy", True)
-        return cast("finite.FiniteGuard", guard) if is_asked_for else None
+        return cast("finite.FiniteGuard | None", self._training_step.guard.of_non_finite)
 
     @property
     def spikes(self) -> "spike_checks.SpikeGuard | None":
         """What `on_spike` has done so far; None without `on_spike`."""
-        guard = self._training_step.guard
-        return cast("spike_checks.SpikeGuard", guard) if hasattr(guard, "spike_policy") else None
+        return cast("spike_checks.SpikeGuard | None", self._training_step.guard.of_spikes)
 
     # ---------------------------------------------------------------- data and metrics
 

@@ -46,6 +46,14 @@ def fill(hook: Callable[[Path], None], staging: Path) -> None:
         hook(staging)
 
 
+def contents(folder: Path) -> Path:
+    """Where a checkpoint's files lie: in the folder itself; in an object store, in the one that its manifest names."""
+    if not isinstance(folder, ObjectPath):
+        return folder
+    place: Path = folder / next(iter(read_manifest(folder).files), "").partition("/")[0]
+    return place
+
+
 def check_target(final: Path) -> None:
     """Refuse to write over anything but a checkpoint.
 

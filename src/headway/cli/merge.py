@@ -66,6 +66,7 @@ def command(
     check_output(output, overwrite)
     if config is not None and not config.is_dir():
         raise ConfigError(f"--config {config} is not a folder; give the one that holds config.json")
+    from headway.checkpoint import folders
     from headway.checkpoint.loading import dcp
     from headway.weights.export import save_weights
     from headway.weights.published import copy_files
@@ -74,7 +75,7 @@ def command(
     named = dcp.read_folder(checkpoint) if manifest is None else _named(checkpoint, manifest, model)
     try:
         paths = dcp.write_folder(named, output) if to == "dcp" else save_weights(named, output, max_shard_size)
-        paths += copy_files(config or here, output)
+        paths += copy_files(config or folders.contents(checkpoint), output)
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
     for path in paths:

@@ -74,8 +74,9 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return bool(self.client.list(self.key))
 
     def iterdir(self) -> "Iterator[ObjectPath]":
-        """What lies directly below it."""
-        yield from (self / name for name in sorted({name.split("/")[0] for name, _ in self.below()}))
+        """The files and folders directly below it."""
+        names = {name.split("/")[0] for name, _ in self.below()}
+        yield from (self / name for name in sorted(names) if not _PART_NAME.fullmatch(name))
 
     def rglob(self, pattern: str = "*", **_: Any) -> "Iterator[ObjectPath]":
         """All files below it."""

@@ -48,6 +48,16 @@ class StepGuard:
         self._skips = skips
         self._is_read_late = False
 
+    @property
+    def of_non_finite(self) -> Any:
+        """The guard that `on_non_finite` asks for; None: nobody did."""
+        return None
+
+    @property
+    def of_spikes(self) -> Any:
+        """The guard that `on_spike` asks for; None: nobody did."""
+        return None
+
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward is run on."""
         return loss

@@ -63,7 +63,12 @@ def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATT
         return []
     wanted = tuple(patterns)
     found = sorted(file for file in source.iterdir() if any(fnmatch(file.name, each) for each in wanted))
-    return [Path(shutil.copyfile(file, folder / file.name)) for file in found if file.is_file()]
+    copies = []
+    for file in (each for each in found if each.is_file()):
+        copies.append(folder / file.name)
+        with file.open("rb") as source_file, open(copies[-1], "wb") as made:
+            shutil.copyfileobj(source_file, made)
+    return copies
 
 
 def _home_of(source: str) -> Path | None:

@@ -92,10 +92,10 @@ def checkpoints_in(parent: Path) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What lies in a folder; nothing where it is none, or not to be looked into, as an object store by other programs' names."""
+    """What lies in a folder; nothing where it is none, cannot be read, or is in an object store."""
     try:
-        return os.listdir(folder)
-    except (OSError, ValueError, TypeError):
+        return [] if isinstance(folder, ObjectPath) else os.listdir(folder)
+    except (OSError, ValueError):
         return []
 
 

@@ -153,8 +153,8 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], num_fil
     Args:
         path: the file.
         tensors: (name, values).
-        num_files: as many of its kind there are; so many times 8 KiB, 16 at least, a piece has in object
-            stores: then hashes take 0.5 % of what a rank reads. All files have 2^18 at most.
+        num_files: how many files of its kind there are. In object stores a piece has 8 KiB for each of them, 16 KiB or more, so that
+            what a rank reads beyond its own bytes stays small; all files together have 2^18 pieces at most.
 
     Raises:
         OSError: the disk is full, or not writable.

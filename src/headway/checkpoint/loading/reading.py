@@ -5,8 +5,7 @@ Files are read, not mapped: a bad sector of a mapped file would end the process,
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import xxhash
 from headway.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.checkpoint.format.tensors import check_spec
 from headway.checkpoint.format.values import dtype_named
+from headway.checkpoint.stores.fetched import in_order
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointError
 from headway.weights.shards import SafetensorsHeader, read_header
@@ -93,28 +93,17 @@ def _read_pieces(
     for written, _ in wanted:
         check_file(folder / written.name, written)
     # In order, so that it is always the first bad file which is named.
-    _in_order(
+    tasks = (
         partial(_read_piece, folder / written.name, written, piece, (places or {}).get(written.name, ()), is_verified)
         for written, pieces in wanted
         for piece in pieces
     )
+    in_order(tasks, max(1, min(_MAX_READERS, os.cpu_count() or 1)))
 
 
 def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
     start, length, _ = piece
     return any(begin < start + max(1, length) and end > start for begin, end in ranges)
-
-
-def _in_order(tasks: Iterable[Callable[[], None]]) -> None:
-    """Run tasks on several threads; the first that fails in their order is the one that raises."""
-    readers = ThreadPoolExecutor(max(1, min(_MAX_READERS, os.cpu_count() or 1)), "headway-read")
-    with readers:
-        running = [readers.submit(task) for task in tasks]
-        try:
-            for task in running:
-                task.result()
-        finally:
-            readers.shutdown(cancel_futures=True)
 
 
 def check_file(path: Path, written: WrittenFile) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from headway.checkpoint import folders
 from headway.common import env
 from headway.common.sealing import users_secret
 from headway.common.untrusted import read_regular
@@ -42,7 +43,7 @@ def write(staging: Path, collectives: Collectives) -> None:
 
 def load(folder: Path) -> bool:
     """Put a checkpoint's artifacts into this machine's caches, before the first forward; says whether it did."""
-    path = folder / FILE
+    path = folders.contents(folder) / FILE
     if not path.exists():
         return False
     try:

@@ -99,15 +99,15 @@ def verify_objects(source: ObjectPath, manifest: Manifest) -> None:
     )
 
 
-def in_order(tasks: Iterable[Callable[[], None]]) -> None:
+def in_order(tasks: Iterable[Callable[[], None]], num_threads: int = THREADS) -> None:
     """Run tasks on several threads; the first that fails in their order is the one that raises."""
-    with ThreadPoolExecutor(THREADS, "headway-fetch") as fetchers:
-        running = [fetchers.submit(task) for task in tasks]
+    with ThreadPoolExecutor(num_threads, "headway-read") as readers:
+        running = [readers.submit(task) for task in tasks]
         try:
             for task in running:
                 task.result()
         finally:
-            fetchers.shutdown(cancel_futures=True)
+            readers.shutdown(cancel_futures=True)
 
 
 def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:

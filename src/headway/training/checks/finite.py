@@ -156,6 +156,11 @@ class FiniteGuard(StepGuard):
         self._counted = -1
         windows.restarted.append(self.forget)
 
+    @property
+    def of_non_finite(self) -> "FiniteGuard | None":
+        """It is this one."""
+        return self
+
     def forget(self) -> None:
         """The run goes on from another place: windows are numbered afresh. What was counted in all stays."""
         self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1

@@ -175,6 +175,16 @@ class SpikeGuard(FiniteGuard):
         self._rewind = None if rewind is None else rewind(self)
         subscribe(self._hear)
 
+    @property
+    def of_non_finite(self) -> "FiniteGuard | None":
+        """It is this one, too, where both were asked for."""
+        return self if self.has_own_policy else None
+
+    @property
+    def of_spikes(self) -> "SpikeGuard":
+        """It is this one."""
+        return self
+
     def forget(self) -> None:
         """The run goes on from another place. The band stays: a checkpoint brings its own."""
         super().forget()
