@@ -41,22 +41,18 @@ class StepGuard:
     Args:
         notice: is told of losses that are not finite, or may be; None where tensors have no values.
         skips: counts steps that were not made.
+
+    Attributes:
+        of_non_finite, of_spikes: the guard itself where `on_non_finite` or `on_spike` asked for it; None: nobody did.
     """
+
+    of_non_finite: Any = None
+    of_spikes: Any = None
 
     def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
         self._notice = notice
         self._skips = skips
         self._is_read_late = False
-
-    @property
-    def of_non_finite(self) -> Any:
-        """The guard that `on_non_finite` asks for; None: nobody did."""
-        return None
-
-    @property
-    def of_spikes(self) -> Any:
-        """The guard that `on_spike` asks for; None: nobody did."""
-        return None
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward is run on."""

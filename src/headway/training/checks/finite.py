@@ -135,7 +135,7 @@ class FiniteGuard(StepGuard):
         skips: SkippedUpdates,
         replay: WindowReplay | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy, self.of_non_finite = policy, self
         self.origin: NanOrigin | None = None
         self._replay = replay
         self._owes_error = False
@@ -155,11 +155,6 @@ class FiniteGuard(StepGuard):
         self._verdict: tuple[tuple[int, int], bool] | None = None
         self._counted = -1
         windows.restarted.append(self.forget)
-
-    @property
-    def of_non_finite(self) -> "FiniteGuard | None":
-        """It is this one."""
-        return self
 
     def forget(self) -> None:
         """The run goes on from another place: windows are numbered afresh. What was counted in all stays."""

@@ -164,6 +164,7 @@ class SpikeGuard(FiniteGuard):
     ) -> None:
         super().__init__(*parts)
         self.spike_policy, self.has_own_policy = policy, has_own_policy
+        self.of_spikes, self.of_non_finite = self, self if has_own_policy else None
         self.num_spikes = 0
         self._notes = notes
         self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
@@ -174,16 +175,6 @@ class SpikeGuard(FiniteGuard):
         self._added = -1
         self._rewind = None if rewind is None else rewind(self)
         subscribe(self._hear)
-
-    @property
-    def of_non_finite(self) -> "FiniteGuard | None":
-        """It is this one, too, where both were asked for."""
-        return self if self.has_own_policy else None
-
-    @property
-    def of_spikes(self) -> "SpikeGuard":
-        """It is this one."""
-        return self
 
     def forget(self) -> None:
         """The run goes on from another place. The band stays: a checkpoint brings its own."""
