@@ -55,10 +55,10 @@ if trainer.is_world_process_zero():
 """
 
 
-def run(folder: Path, num_processes: int, strike: int | None = None, number: int = signal.SIGTERM, *arguments: str):
+def run(folder: Path, num_processes: int, strike: int | None = None, number: int = signal.SIGTERM, *arguments: str, script=SCRIPT):
     """The command; struck after that update. Returns the exit code, losses by update, what is told at the end, and errors."""
     folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
     command = [sys.executable, "train.py", *arguments]
     if num_processes > 1:

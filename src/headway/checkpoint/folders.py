@@ -20,7 +20,7 @@ from headway.checkpoint.saving.lock import Locks
 from headway.checkpoint.stores import objects
 from headway.common import scope
 from headway.common.atomic import replacing
-from headway.common.object_path import ObjectPath
+from headway.common.object_path import ObjectPath, writable
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 
@@ -40,10 +40,8 @@ def staging_folder(final: Path, nonce: str) -> Path:
 
 def fill(hook: Callable[[Path], None], staging: Path) -> None:
     """Let a hook put its files into the folder in which a save is prepared."""
-    if isinstance(staging, ObjectPath):
-        objects.fill(hook, staging)
-    else:
-        hook(staging)
+    with writable(staging) as folder:
+        hook(folder)
 
 
 def contents(folder: Path) -> Path:

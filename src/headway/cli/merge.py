@@ -26,7 +26,7 @@ _PATH = click.Path(path_type=Path)
     cls=GroupedCommand,
     params=[
         click.Argument(["checkpoint"], type=PLACE),
-        click.Argument(["output"], type=click.Path(path_type=Path)),
+        click.Argument(["output"], type=PLACE),
         option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
         option(
             "--max_shard_size",
@@ -103,6 +103,8 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     Raises:
         ConfigError: `output` is a file, a checkpoint, or holds weights.
     """
+    if isinstance(output, ObjectPath):
+        raise ConfigError(f"OUTPUT {output} is a URL; give a folder for the weights")
     there = next(each for each in (output, *output.absolute().parents) if os.path.lexists(each))
     if not os.path.isdir(there):
         raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")

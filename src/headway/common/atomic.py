@@ -1,7 +1,6 @@
 """A file that is written whole or not at all: under another name beside it first, then renamed into its place."""
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ def replacing(path: Path, has_rivals: bool = False) -> Iterator[Path]:
     staged = path.with_name(f".{path.name}{rival}.tmp")
     try:
         yield staged
-        os.replace(staged, path)
+        staged.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             staged.unlink(missing_ok=True)

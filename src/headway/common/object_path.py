@@ -5,9 +5,12 @@ succeeds or fails as a whole, so that a killed process leaves nothing but object
 in a listing, is paid for, and cannot be found through obstore.) Folders are prefixes, which need not be made.
 """
 
+import contextlib
 import io
 import queue
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +160,19 @@ def to_path(place: str | Path) -> Path:
     if len(path.parts) < 2:
         raise ConfigError(f"{text!r} names no bucket; give a URL such as s3://bucket/run")
     return path
+
+
+@contextlib.contextmanager
+def writable(place: Path) -> Iterator[Path]:
+    """A folder for what opens files by their names: `place` itself, or a temporary one; a block that ends well has sent its files."""
+    if not isinstance(place, ObjectPath):
+        yield place
+        return
+    with tempfile.TemporaryDirectory(prefix="headway-") as made:
+        yield Path(made)
+        for path in sorted(each for each in Path(made).rglob("*") if each.is_file()):
+            with path.open("rb") as source, (place / path.relative_to(made)).open("wb") as file:
+                shutil.copyfileobj(source, file, PART)
 
 
 class PartsWriter(io.RawIOBase):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.common import env
-from headway.common.object_path import ObjectPath, to_path
+from headway.common.object_path import to_path
 from headway.config.engines import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.runtime import process
@@ -43,7 +43,7 @@ class TrainingArguments(UnknownMembers):
     """How a `Trainer` trains. A name that is not known here is an error that says the nearest one.
 
     Attributes:
-        output_dir: where checkpoints and the run's log go; None: "trainer_output".
+        output_dir: where checkpoints and the run's log go, a folder or a URL (`s3://bucket/run`); None: "trainer_output".
         per_device_train_batch_size: samples of a micro-batch on each process; "largest": search for the most that fits.
         per_device_eval_batch_size: likewise for evaluation.
         gradient_accumulation_steps: micro-batches per update.
@@ -180,11 +180,6 @@ class TrainingArguments(UnknownMembers):
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
-        if isinstance(self.output_dir, str | Path) and isinstance(to_path(self.output_dir), ObjectPath):
-            raise ConfigError(
-                f"output_dir={str(self.output_dir)!r}: the Trainer only writes to folders; give a folder, or write the loop with the "
-                "Accelerator, whose project_dir can be a URL"
-            )
         for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
             # Enumerations of other libraries carry the word as their value.
@@ -344,6 +339,11 @@ class TrainingArguments(UnknownMembers):
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     # ---------------------------------------------------------------- this process
+
+    @property
+    def folder(self) -> Path:
+        """`output_dir` as a path, also where it is a URL."""
+        return to_path(self.output_dir or ".")
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def read_signature(model: torch.nn.Module, args: TrainingArguments, function: Lo
 def create_accelerator(args: TrainingArguments) -> Accelerator:
     """The Accelerator of one training, by the arguments."""
     keep = None if args.wanted_metric is None else "max" if args.greater_is_better else "min"
-    folder = Path(args.output_dir or ".").absolute()
+    folder = args.folder.absolute()
     project = ProjectConfiguration(
         # Without a place of its own the run's log lies beside its checkpoints: in the folder of its name.
         folder,

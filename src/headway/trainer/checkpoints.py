@@ -7,7 +7,6 @@ that is preempted and later killed goes on from its newest checkpoint.
 
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +22,9 @@ from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.loading.files import open_tensors, pairs, verify
 from headway.checkpoint.loading.model import put_in
 from headway.common import atomic, scope
+from headway.common.object_path import to_path
 from headway.common.untrusted import parse_json
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
@@ -113,14 +113,14 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def next_number(output_dir: str | Path) -> int:
     """The number of the next checkpoint in the folder: after those of earlier runs."""
-    folder = Path(output_dir) / FOLDER
+    folder = to_path(output_dir) / FOLDER
     numbers = [number_of(path) for path in committed(folder)]
     return max((number for number in numbers if number is not None), default=-1) + 1
 
 
 def checkpoint_path(output_dir: str | Path, number: int) -> Path:
     """Where the checkpoint of that number is."""
-    return Path(output_dir).absolute() / FOLDER / f"checkpoint_{number}"
+    return to_path(output_dir).absolute() / FOLDER / f"checkpoint_{number}"
 
 
 def note_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
@@ -146,10 +146,11 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
     """
-    manifest = verify(Path(folder))
+    place = to_path(folder)
+    manifest = verify(place)
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for name, tensor in open_tensors(Path(folder), manifest, _MODEL):
+        for name, tensor in open_tensors(place, manifest, _MODEL):
             for part, values in pairs(own[name.removeprefix(_MODEL)].detach(), tensor):
                 put_in(part, values)
 
@@ -186,7 +187,7 @@ class PreemptionMarker:
 
 def begin(output_dir: str | Path) -> int:
     """Count a training of this process in the folder; returns its number, 1 for the first."""
-    place = os.path.abspath(output_dir)
+    place = str(to_path(output_dir).resolve())
     begun = scope.own(TrainingCounts)
     begun[place] += 1
     return begun[place]
@@ -194,12 +195,13 @@ def begin(output_dir: str | Path) -> int:
 
 def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
     """The folder's mark; None where there is none, or it cannot be read."""
+    path = to_path(output_dir) / FILE
     try:
-        return PreemptionMarker(**parse_json((Path(output_dir) / FILE).read_text()))
+        return PreemptionMarker(**parse_json(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s), so no training is resumed by itself", Path(output_dir) / FILE, error)
+        log.warning("%s cannot be read (%s), so no training is resumed by itself", path, error)
         return None
 
 
@@ -207,16 +209,16 @@ def write_marker(
     output_dir: str | Path, checkpoint: str | Path, training: int, asked: str | Path | bool | None, update: int
 ) -> None:
     """Write the mark of a training whose checkpoint has just been committed; one process of each machine calls it."""
-    run = run_of(Path(checkpoint))
+    run = run_of(to_path(checkpoint))
     if run is None:  # this machine's disk does not hold it
         return
     folder = None if asked is None or isinstance(asked, bool) else str(asked)
-    path = Path(output_dir) / FILE
+    path = to_path(output_dir) / FILE
     try:
         atomic.write_text(
             path, json.dumps(asdict(PreemptionMarker(run, training, folder, update))) + "\n", has_rivals=True
         )
-    except OSError as error:
+    except (OSError, ObjectStoreError) as error:
         log.warning("%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint))
 
 
@@ -224,7 +226,7 @@ def remove_marker(output_dir: str | Path, training: int) -> None:
     """Take the mark away, where it is that of the process's training number `training`."""
     mark = read_marker(output_dir)
     if mark is not None and mark.training == training:
-        (Path(output_dir) / FILE).unlink(missing_ok=True)
+        (to_path(output_dir) / FILE).unlink(missing_ok=True)
 
 
 class Continuation:
@@ -321,16 +323,16 @@ def missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
         asked: `resume_from_checkpoint`, a folder.
         output_dir: the run's, whose checkpoints are named.
     """
-    folder = Path(asked)
+    folder = to_path(asked)
     if folder.is_dir() and not committed(folder / FOLDER) and not (folder / "trainer_state.json").is_file():
         return None
-    there = committed(folder / FOLDER) or committed(Path(output_dir) / FOLDER)
+    there = committed(folder / FOLDER) or committed(to_path(output_dir) / FOLDER)
     known = (
         f"{there[0].parent} holds {', '.join(path.name for path in there[:5])}"
         if there
         else "this run has no checkpoint"
     )
-    if not folder.exists():
+    if not folder.exists() and not folder.is_dir():
         what = "does not exist"
     elif committed(folder / FOLDER):
         what = "is a run's folder, not a checkpoint"

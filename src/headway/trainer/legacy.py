@@ -280,7 +280,7 @@ class LegacyMembers(UnknownMembers):
         """
         args = self.args
         self.create_model_card(**kwargs)
-        home = Path(args.output_dir or ".")
+        home = args.folder
         return self.accelerator.push_to_hub(
             self.model,
             args.hub_model_id or home.absolute().name,

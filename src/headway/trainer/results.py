@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.accelerator import Accelerator
+from headway.common.object_path import to_path, writable
 from headway.common.text import format_bytes, format_seconds
 from headway.memory.monitor import MemoryMonitor
 from headway.memory.use import memory_use
@@ -123,7 +124,7 @@ class TrainerFiles:
 
     def folder(self, given: str | Path | None = None) -> Path:
         """The folder given, or that of the arguments; it is there on the main process."""
-        folder = Path(given or self.args.output_dir or ".")
+        folder = to_path(given) if given else self.args.folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -147,10 +148,12 @@ class TrainerFiles:
         if state_dict is None or not callable(save):
             self.accelerator.save_model(model, folder)
         else:
-            save(folder, state_dict=state_dict)
+            with writable(folder) as local:
+                save(local, state_dict=state_dict)
         if not self.accelerator.is_main_process:
             return
-        describe(model, folder, (processing_class,))
+        with writable(folder) as local:
+            describe(model, local, (processing_class,))
         (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
 
     def save_state(self, state: TrainerState) -> None:
@@ -201,7 +204,7 @@ class Log:
     def begin(self) -> None:
         """Begin the run's log and its trackers, or go on with them."""
         args = self.args
-        folder = Path(args.output_dir or ".").absolute()
+        folder = args.folder.absolute()
         name = folder.name if args.logging_dir is None else args.run_name or folder.name
         self.accelerator.init_trackers(name, config=args.to_dict())
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headway.accelerator import Accelerator
+from headway.common.object_path import to_path
 from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
@@ -467,7 +468,7 @@ class Trainer(EvaluationMethods):
             output_dir: None: that of the arguments.
             state_dict: in place of the model's own.
         """
-        folder = Path(output_dir or self.args.output_dir or ".")
+        folder = to_path(output_dir) if output_dir else self.args.folder
         self._files().save_model(self.model, self.processing_class, folder, state_dict)
 
     def _files(self) -> results.TrainerFiles:

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import torch
 import xxhash
 
 from headway.common.atomic import replacing, write_text
+from headway.common.object_path import to_path, writable
 from headway.common.text import parse_bytes
 from headway.errors import CheckpointError, ConfigError
 from headway.weights.files import map_safetensors
@@ -93,7 +95,15 @@ def save_weights(
         ConfigError: the folder is a file.
         CheckpointError: a file does not hold what was written to it; the folder is as it was.
     """
-    folder = _folder(folder)
+    place = _folder(folder)
+    with writable(place) as local:
+        files = [place / name for name in _save(tensors, local, max_shard_size)]
+    _remove_stale(place, {file.name for file in files})
+    return files
+
+
+def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
+    """Write the files; returns their names."""
     kept, tied = untied(tensors)
     shards = _shards_of(kept, max_shard_size)
     names = (
@@ -107,15 +117,13 @@ def save_weights(
             staged = stack.enter_context(replacing(folder / file))
             part = {name: kept[name] for name in shard}
             _verify(staged, part, _write(staged, part, tied))
-    files = [folder / file for file in names]
     if len(shards) > 1:
         total = sum(_spec(tensor).num_bytes for tensor in kept.values())
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
         index = {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}
         write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-        files.append(folder / INDEX)
-    _remove_stale(folder, {file.name for file in files})
-    return files
+        names.append(INDEX)
+    return names
 
 
 def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
@@ -124,10 +132,10 @@ def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
     Raises:
         ConfigError: the folder is a file.
     """
-    folder = _folder(folder)
-    save_object(state, folder / PICKLED)
-    _remove_stale(folder, {PICKLED})
-    return folder / PICKLED
+    place = _folder(folder)
+    save_object(state, place / PICKLED)
+    _remove_stale(place, {PICKLED})
+    return place / PICKLED
 
 
 def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) -> None:
@@ -136,19 +144,21 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     Raises:
         ConfigError: safetensors was asked for, and this is not a dict of tensors.
     """
-    path = Path(path)
-    if not safe_serialization:
-        with replacing(path) as staged:
-            torch.save(obj, staged)
-        return
-    if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
+    if safe_serialization and not _is_state(obj):
         raise ConfigError(
             f"safe_serialization=True got a {type(obj).__name__}; safetensors holds a dict of names and tensors. Pass "
             "safe_serialization=False for other objects"
         )
-    kept, tied = untied(obj.items())
-    with replacing(path) as staged:
-        _write(staged, kept, tied)
+    path = to_path(path)
+    with writable(path.parent) as folder, replacing(folder / path.name) as staged:
+        if safe_serialization:
+            _write(staged, *untied(obj.items()))
+        else:
+            torch.save(obj, staged)
+
+
+def _is_state(obj: Any) -> bool:
+    return isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
 
 
 def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
@@ -205,7 +215,7 @@ def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) ->
 
 
 def _folder(path: str | Path) -> Path:
-    folder = Path(path)
+    folder = to_path(path)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the weights")
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +224,7 @@ def _folder(path: str | Path) -> Path:
 
 def _remove_stale(folder: Path, current: set[str]) -> None:
     """An earlier save in the same folder must not be found by a later load."""
-    for pattern in (SINGLE, INDEX, "model-*-of-*.safetensors", PICKLED):
-        for path in folder.glob(pattern):
-            if path.name not in current:
-                path.unlink()
+    stale = (SINGLE, INDEX, "model-*-of-*.safetensors", PICKLED)
+    for path in list(folder.iterdir()):
+        if path.name not in current and any(fnmatch(path.name, pattern) for pattern in stale):
+            path.unlink()

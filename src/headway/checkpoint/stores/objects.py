@@ -13,8 +13,6 @@ place removes it, by that pattern and nothing else.
 
 import contextlib
 import re
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -45,15 +43,6 @@ def check_target(final: ObjectPath) -> None:
         raise CheckpointError(
             f"{final} holds objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
         )
-
-
-def fill(hook: Callable[[Path], None], staging: ObjectPath) -> None:
-    """Let a hook write its files into a local folder, and send them."""
-    with tempfile.TemporaryDirectory(prefix="headway-") as made:
-        hook(Path(made))
-        for path in sorted(each for each in Path(made).rglob("*") if each.is_file()):
-            with open(path, "rb") as source, (staging / path.relative_to(made)).open("wb") as file:
-                shutil.copyfileobj(source, file, PART)
 
 
 def absent(folder: ObjectPath, manifest: Manifest) -> str | None:

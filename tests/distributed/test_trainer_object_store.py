@@ -1,0 +1,80 @@
+"""A Trainer whose `output_dir` is a place in a bucket: all that it leaves lies there, and a preempted one goes on from there."""
+
+import json
+
+import pytest
+import torch
+
+from headway import Trainer, TrainingArguments
+from headway.common import scope
+from headway.common.object_path import to_path
+from headway.errors import CheckpointError
+from tests.distributed.test_trainer_preempted import SCRIPT, run
+from tests.stores import server
+from tests.unit.trainer.models import bert, classes
+
+URL = f"s3://{server.BUCKET}/run"
+IN_A_BUCKET = SCRIPT.replace('TrainingArguments("out"', f'TrainingArguments("{URL}"')
+
+
+class Words:
+    """Writes itself, as tokenizers do: with `open`, to a folder."""
+
+    def save_pretrained(self, folder):
+        with open(f"{folder}/words.txt", "w") as file:
+            file.write("one two")
+
+
+@pytest.fixture
+def port(monkeypatch):
+    with server.running() as found:
+        for name, value in server.environment(found).items():
+            monkeypatch.setenv(name, value)
+        scope.clear()
+        yield found
+        scope.clear()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_same_command_goes_on_from_the_bucket(num_processes, port, tmp_path):
+    code, curve, end, err = run(tmp_path / "whole", num_processes)
+    assert code == 0, err
+    code, first, _, err = run(tmp_path / "here", num_processes, strike=7, script=IN_A_BUCKET)
+    assert code == 75, err
+    assert "run/preempted.json" in server.keys(port)
+    code, last, resumed, err = run(tmp_path / "here", num_processes, script=IN_A_BUCKET)
+    assert code == 0, err
+    assert f"the run in {URL} was preempted" in err
+    assert first | last == curve
+    assert min(last) == max(first) + 1
+    assert resumed == end
+    assert "run/preempted.json" not in server.keys(port)
+    assert sorted(path.name for path in (tmp_path / "here").iterdir() if not path.name.startswith(".")) == ["train.py"]
+
+
+def test_what_a_trainer_leaves_lies_there(port, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = TrainingArguments(URL, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
+                             load_best_model_at_end=True, use_cpu=True, disable_tqdm=True, logging_steps=1)  # fmt: skip
+    rows = classes(24)
+    trainer = Trainer(bert(), args, train_dataset=rows, eval_dataset=rows, processing_class=Words())
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("eval", trainer.evaluate())
+    trainer.create_model_card(license="mit")
+    there = {name.removeprefix("run/") for name in server.keys(port, "run/")}
+    assert {"log.jsonl", "model.safetensors", "words.txt", "config.json", "training_args.json", "trainer_state.json", "README.md",
+            "eval_results.json", "all_results.json"} <= there  # fmt: skip
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/")} >= {"checkpoint_2", "latest"}
+    assert json.loads((to_path(URL) / "trainer_state.json").read_text())["global_step"] == trainer.state.global_step
+    assert list(tmp_path.iterdir()) == []
+
+    with pytest.raises(CheckpointError, match=r"is a run's folder, not a checkpoint; .* holds checkpoint_2"):
+        trainer.train(resume_from_checkpoint=URL)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        trainer.train(resume_from_checkpoint=f"{URL}/nowhere")
+    again = Trainer(bert(), args, train_dataset=rows, eval_dataset=rows)
+    again.train(resume_from_checkpoint=f"{URL}/checkpoints/checkpoint_2")
+    for one, other in zip(trainer.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
