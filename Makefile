@@ -11,7 +11,7 @@ CUDA := build/cuda
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all again check unit docs bench gpu cuda cluster sweep dist clean
+.PHONY: setup demo test test-all matrix again check unit docs bench gpu cuda cluster sweep dist clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ test: check
 
 test-all: check
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm" tests || $(MAKE) --no-print-directory again
+
+# The matrices alone; with LIMIT=30, in a new order, and those that have not begun after 30 minutes are skipped.
+matrix: setup
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "matrix and not slurm" $(if $(LIMIT),--minutes $(LIMIT)) tests || $(MAKE) --no-print-directory again
 
 # Real processes on a busy machine: what failed runs once more, alone. Both results are printed; what fails twice is broken.
 again:

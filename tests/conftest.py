@@ -1,8 +1,11 @@
 """Fixtures of the whole suite."""
 
 import gc
+import hashlib
 import logging
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +26,28 @@ MATRICES = (
 """Folders and files of the mark `matrix`: about two fifths of the suite's time."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the matrices."""
+BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="files in a new order; skip what has not begun after so many minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the matrices; with `--minutes` shuffle the files, so that each has its turn in one of several runs."""
+    if config.getoption("minutes") is not None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # one for all workers
+        items.sort(key=lambda item: hashlib.sha256(f"{run}{item.path}".encode()).digest())
     folders = [ROOT / name for name in MATRICES]
     for item in items:
         if any(folder in (item.path, *item.path.parents) for folder in folders):
             item.add_marker("matrix")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+        pytest.skip(f"did not begin within the {minutes:g} minutes of this run")
 
 
 @pytest.fixture(autouse=True, scope="module")

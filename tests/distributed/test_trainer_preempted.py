@@ -55,7 +55,14 @@ if trainer.is_world_process_zero():
 """
 
 
-def run(folder: Path, num_processes: int, strike: int | None = None, number: int = signal.SIGTERM, *arguments: str, script=SCRIPT):
+def run(
+    folder: Path,
+    num_processes: int,
+    strike: int | None = None,
+    number: int = signal.SIGTERM,
+    *arguments: str,
+    script=SCRIPT,
+):
     """The command; struck after that update. Returns the exit code, losses by update, what is told at the end, and errors."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
