@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 
 unit: setup
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" tests/unit tests/house
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not matrix" tests/unit tests/house
 
 test: check
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not matrix" tests || $(MAKE) --no-print-directory again

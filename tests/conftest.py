@@ -30,7 +30,9 @@ BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--minutes", type=float, help="files in a new order; skip what has not begun after so many minutes")
+    parser.addoption(
+        "--minutes", type=float, help="files in a new order; skip what has not begun after so many minutes"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

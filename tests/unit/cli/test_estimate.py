@@ -290,6 +290,7 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
     assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
 
 
+@pytest.mark.matrix
 def test_a_head_adapters_and_a_loop(run, folder):
     options = ("--device", "48GiB", "--sequence", 32, "--batch_size", 4, "--json")
     whole = json.loads(run(folder, *options))

@@ -150,7 +150,7 @@ def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
     assert room(find("rtx-3090"), 0) < 0
 
 
-@pytest.mark.slow  # eight traces of BERT-large
+@pytest.mark.matrix  # eight traces of BERT-large
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_the_published_table_is_met():

@@ -33,6 +33,7 @@ print(json.dumps({"hits": found["autograd_cache_hit"], "misses": found["autograd
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_resumed_run_finds_what_was_compiled(tmp_path):
     def run(cache: str, home: str) -> tuple[dict, str]:

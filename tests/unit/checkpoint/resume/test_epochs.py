@@ -135,7 +135,7 @@ def test_killed_after_every_save_it_is_the_undisturbed_run(kind, tmp_path):
     assert again.to_the_end() == (updates, seen)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", PASSES)
 def test_killed_once_it_is_the_undisturbed_run(kind, tmp_path):
     each = kind not in COUNTED_BY_THE_LOOP

@@ -41,10 +41,10 @@ def both(make, strategy, num_ranks, step, options=None, precision="no"):
     [
         ("ddp", 4),
         ("fsdp", 8),
-        pytest.param("hsdp=2", 4, marks=pytest.mark.slow),
-        pytest.param("tp", 2, marks=pytest.mark.slow),
-        ("fsdp+tp=2", 4),
-        pytest.param("fsdp+cp=2", 4, marks=pytest.mark.slow),
+        pytest.param("hsdp=2", 4, marks=pytest.mark.matrix),
+        pytest.param("tp", 2, marks=pytest.mark.matrix),
+        pytest.param("fsdp+tp=2", 4, marks=pytest.mark.matrix),
+        pytest.param("fsdp+cp=2", 4, marks=pytest.mark.matrix),
     ],
 )
 def test_numbers_are_those_of_running_all(strategy, num_ranks):
@@ -58,8 +58,10 @@ def test_numbers_are_those_of_running_all(strategy, num_ranks):
     "options",
     [
         EngineOptions(checkpointing=ActivationCheckpointing()),
-        EngineOptions(checkpointing=ActivationCheckpointing(policy="keep_matmul")),
-        EngineOptions(sharding=ShardingOptions(reshard_after_forward=False)),
+        pytest.param(
+            EngineOptions(checkpointing=ActivationCheckpointing(policy="keep_matmul")), marks=pytest.mark.matrix
+        ),
+        pytest.param(EngineOptions(sharding=ShardingOptions(reshard_after_forward=False)), marks=pytest.mark.matrix),
     ],
 )
 def test_with_options(options):
@@ -95,8 +97,8 @@ def test_blocks_that_do_not_repeat_are_run_whole():
     "options",
     [
         EngineOptions(checkpointing=ActivationCheckpointing(every=8)),
-        EngineOptions(sharding=ShardingOptions(forward_prefetch=4)),
-        EngineOptions(sharding=ShardingOptions(min_num_params=2000)),
+        pytest.param(EngineOptions(sharding=ShardingOptions(forward_prefetch=4)), marks=pytest.mark.matrix),
+        pytest.param(EngineOptions(sharding=ShardingOptions(min_num_params=2000)), marks=pytest.mark.matrix),
     ],
 )
 def test_options_that_count_blocks_are_run_whole(options):

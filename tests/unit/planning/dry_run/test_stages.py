@@ -94,7 +94,10 @@ def test_the_bubble_of_equal_stages(schedule):
     assert [lane.busy for lane in lanes] == [18] * 4
 
 
-@pytest.mark.parametrize(("num_stages", "num"), [(4, 8), (4, 16), (2, 8)])
+@pytest.mark.parametrize(
+    ("num_stages", "num"),
+    [pytest.param(4, 16, marks=pytest.mark.matrix), pytest.param(4, 8, marks=pytest.mark.matrix), (2, 8)],
+)
 def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
     """Of two stages a rank, and backward in two equal halves where it is split; the first stage has no gradient of inputs."""
     idle = {}
