@@ -18,10 +18,11 @@ from headway.runtime import process
 ROOT = Path(__file__).parent
 MATRICES = (
     "accelerator", "cluster", "ecosystem", "sweep", "wrong_use",
-    "distributed/test_compiled.py", "distributed/test_examples.py", "distributed/test_group_signals.py",
-    "distributed/test_kill_sweep.py", "distributed/test_layouts_launched.py", "distributed/test_plan.py",
-    "distributed/test_public_scripts.py", "distributed/test_sharded_out_of_memory.py",
-    "distributed/test_tensor_parallel.py", "distributed/test_trainer_preempted.py",
+    "distributed/test_adapters.py", "distributed/test_automatic_plan.py", "distributed/test_compiled.py",
+    "distributed/test_examples.py", "distributed/test_expert_parallel.py", "distributed/test_group_signals.py",
+    "distributed/test_kill_sweep.py", "distributed/test_layout_checkpoints.py", "distributed/test_layouts_launched.py",
+    "distributed/test_pipeline_axes.py", "distributed/test_plan.py", "distributed/test_public_scripts.py",
+    "distributed/test_sharded_out_of_memory.py", "distributed/test_tensor_parallel.py", "distributed/test_trainer_preempted.py",
 )  # fmt: skip
 """Folders and files of the mark `matrix`: about two fifths of the suite's time."""
 
