@@ -27,6 +27,7 @@ def test_every_layout_goes_on_from_another(tmp_path):
         # Parts of its mesh have the names and ranks of those of fsdp+tp, which these processes have had before.
         Job("pp=2+tp", at("pp+fsdp 4"), at("pp+tp 4"), 6), Job("fsdp", at("fsdp+tp 4")), Job("hsdp=2", at("ddp 4")),
         Job("fsdp+cp=2", at("hsdp 4"), at("fsdp+cp 4"), 4), Job("ddp=2+pp=2", at("fsdp+cp 4"), at("ddp+pp 4"), 5),
+        Job("pp=2+cp=2", at("fsdp 4"), at("pp+cp 4"), 5, is_behind=True),
     ]  # fmt: skip
     two = [
         Job("tp", at("fsdp+tp 4"), at("tp 2"), 6, is_behind=True), Job("fsdp", at("hsdp 4"), at("fsdp 2"), 6),
@@ -34,7 +35,7 @@ def test_every_layout_goes_on_from_another(tmp_path):
         Job("pp", at("fsdp+cp 4"), at("pp 2"), 6, is_behind=True),
     ]  # fmt: skip
     three = [Job("fsdp", at("pp 2"), at("fsdp 3"), 7), Job("ddp", at("fsdp 2"), at("ddp 3"), 7, is_behind=True)]
-    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "tp 2", "cp 2", "pp+tp 4"))]
+    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "tp 2", "cp 2", "pp+tp 4", "pp+cp 4"))]
     ran = [(job, num_ranks, told)
            for num_ranks, jobs in ((8, eight), (4, four), (2, two), (3, three), (1, one))
            for job, told in zip(jobs, run(num_ranks, jobs, "gpt"), strict=True)]  # fmt: skip

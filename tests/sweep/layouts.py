@@ -65,7 +65,7 @@ def _cells(layouts: dict[int, tuple[str, ...]]) -> tuple[Cell, ...]:
 
 OWN = _cells({
     8: ("pp=2+fsdp=2+tp=2", "ddp=2+pp=2+fsdp=2", "fsdp"),
-    4: ("fsdp", "hsdp=2", "fsdp+tp=2", "fsdp+cp=2", "ddp=2+pp=2", "pp=2+fsdp", "pp=2+tp", "ddp"),
+    4: ("fsdp", "hsdp=2", "fsdp+tp=2", "fsdp+cp=2", "ddp=2+pp=2", "pp=2+fsdp", "pp=2+tp", "pp=2+cp=2", "ddp"),
     2: ("fsdp", "tp", "cp", "pp", "ddp"), 3: ("fsdp", "ddp"), 1: ("ddp",),
 })  # fmt: skip
 MOE = _cells({
