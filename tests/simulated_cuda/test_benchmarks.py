@@ -35,6 +35,7 @@ def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
         assert rows[f"{case}: tensors"]["holds"]
 
 
+@pytest.mark.timeout(900)
 def test_models_beside_torchs_allocator() -> None:
     """Hand-written loops of models that no other test uses; one kind of device stands for the table's six."""
     pytest.importorskip("simulated_cuda")
