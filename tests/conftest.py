@@ -24,7 +24,7 @@ MATRICES = (
     "distributed/test_pipeline_axes.py", "distributed/test_plan.py", "distributed/test_public_scripts.py",
     "distributed/test_sharded_out_of_memory.py", "distributed/test_tensor_parallel.py", "distributed/test_trainer_preempted.py",
 )  # fmt: skip
-"""Folders and files of the mark `matrix`: about two fifths of the suite's time."""
+"""Folders and files of the mark `matrix`, which single tests have as well."""
 
 
 BEGAN = time.monotonic()
@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("minutes")
     if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
-        pytest.skip(f"did not begin within the {minutes:g} minutes of this run")
+        # The file is in the reason, as the summary has a line for each reason.
+        pytest.skip(f"{item.path.relative_to(ROOT)} did not begin within the {minutes:g} minutes of this run")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,14 +1,18 @@
 """A Trainer whose `output_dir` is a place in a bucket: all that it leaves lies there, and a preempted one goes on from there."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from headway import Trainer, TrainingArguments
+from headway import Accelerator, Trainer, TrainingArguments
+from headway.cli.merge import command as merge
 from headway.common import scope
 from headway.common.object_path import to_path
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ConfigError
 from tests.distributed.test_trainer_preempted import SCRIPT, run
 from tests.stores import server
 from tests.unit.trainer.models import bert, classes
@@ -78,3 +82,26 @@ def test_what_a_trainer_leaves_lies_there(port, tmp_path, monkeypatch):
     again.train(resume_from_checkpoint=f"{URL}/checkpoints/checkpoint_2")
     for one, other in zip(trainer.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_weights_and_objects_go_there_and_replace_each_other(port, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(64, 64))
+    accelerator.save_model(model, URL, max_shard_size=64 * 64 * 4)
+    assert server.keys(port) == [f"run/model-0000{n}-of-00002.safetensors" for n in (1, 2)] + [
+        "run/model.safetensors.index.json"
+    ]
+    accelerator.save_model(model, URL)
+    assert server.keys(port) == ["run/model.safetensors"]
+    accelerator.save(model.state_dict(), f"{URL}/state.pt")
+    found = torch.load(io.BytesIO((to_path(URL) / "state.pt").read_bytes()))
+    assert torch.equal(found["weight"], model.weight)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="lost a slash"):
+        accelerator.save_model(model, Path(URL))
+    accelerator.save_state(tmp_path / "saved")
+    told = CliRunner().invoke(merge, [str(tmp_path / "saved"), f"{URL}/merged"])
+    assert isinstance(told.exception, ConfigError)
+    assert "is a URL; give a folder for the weights" in str(told.exception)
+    accelerator.end_training()
