@@ -32,14 +32,22 @@ def clip(parameters: Iterable[torch.Tensor], squared: torch.Tensor) -> None:
     torch._foreach_mul_(grads, (1.0 / (squared.sqrt() + 1e-6)).clamp(max=1.0))
 
 
+def attention_cut() -> dict[str, Any]:
+    """torch's plan for attention and the head."""
+    cut: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    return cut | {
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
 def tp(batch: Batch) -> Step:
     """Matrices of a Llama, by torch's plan."""
     model, mesh = llama(), init_device_mesh("cpu", (dist.get_world_size(),))
-    cut: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+    cut = attention_cut()
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
         cut[f"model.layers.*.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        cut[f"model.layers.*.{name}"] = RowwiseParallel()
+    cut["model.layers.*.mlp.down_proj"] = RowwiseParallel()
     parallelize_module(model, mesh, cut)
     # torch's loops over many tensors take DTensors or plain ones.
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
@@ -67,9 +75,8 @@ def zigzag(x: torch.Tensor, size: int, rank: int, dim: int) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
 
 
-def cp(batch: Batch) -> Step:
-    """Parts of sequences, keys and values of which are gathered; parameters are sharded."""
-    model, mesh = LabelledGPT(), init_device_mesh("cpu", (dist.get_world_size(),))
+def attend_to_all(blocks: Iterable[Any], mesh: DeviceMesh) -> None:
+    """Each rank has a part of the sequences, and gathers the keys and values of the others."""
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     order = [piece for each in range(size) for piece in (each, 2 * size - 1 - each)]
     back = [order.index(piece) for piece in range(2 * size)]
@@ -90,8 +97,16 @@ def cp(batch: Batch) -> Step:
         x = x + block.out(attend(q, k, v).squeeze(1))
         return x + block.down(gelu(block.up(block.second(x))))
 
+    for block in blocks:
+        block.forward = forward.__get__(block)
+
+
+def cp(batch: Batch) -> Step:
+    """Parts of sequences; parameters are sharded."""
+    model, mesh = LabelledGPT(), init_device_mesh("cpu", (dist.get_world_size(),))
+    size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    attend_to_all(model.blocks, mesh)
     for block in model.blocks:
-        block.forward = forward.__get__(block)  # type: ignore[method-assign]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -173,6 +188,91 @@ def ep(batch: Batch) -> Step:
     return step
 
 
+class ToMatrices(torch.autograd.Function):
+    """What all ranks that share matrices have; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        """The tensor itself."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """The sum."""
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class FromMatrices(torch.autograd.Function):
+    """The sum of what the ranks that share matrices have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        """The sum."""
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Of each part."""
+        return grad, None
+
+
+def cut_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Each rank keeps a part of every expert's width."""
+    size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    wide = [half.chunk(size, 1)[rank] for half in module.gate_up_proj.detach().chunk(2, 1)]
+    module.gate_up_proj = nn.Parameter(torch.cat(wide, 1))
+    module.down_proj = nn.Parameter(module.down_proj.detach().chunk(size, 2)[rank].clone())
+    compute = module.forward
+
+    def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        part = compute(ToMatrices.apply(hidden, group), index, ToMatrices.apply(weights, group))
+        whole: torch.Tensor = FromMatrices.apply(part, group)
+        return whole
+
+    module.forward = forward
+
+
+def ep_tp(batch: Batch) -> Step:
+    """Experts of a Mixtral over two ranks, and their matrices and attention's over two; everything else in shards."""
+    model = mixtral()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    parallelize_module(model, mesh["tp"], attention_cut())
+    for layer in model.model.layers:
+        send_to_experts(layer.mlp.experts, mesh["ep"])
+        cut_experts(layer.mlp.experts, mesh["tp"])
+    experts = [p for layer in model.model.layers for p in layer.mlp.experts.parameters()]
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["ep"], ignored_params=set(experts))
+    fully_shard(model, mesh=mesh["ep"], ignored_params=set(experts))
+    others = [p for p in model.parameters() if isinstance(p, DTensor)]
+    kinds = [[p for p in others if p.device_mesh.ndim == 2], [p for p in others if p.device_mesh.ndim == 1], experts]
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-4)
+
+    def step() -> float:
+        loss = loss_of(model(batch.ids).logits, batch.labels)
+        loss.backward()
+        for parameter in experts:  # the others' shards are means over the ranks that read different rows
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        total = squared_norm(experts)
+        dist.all_reduce(total)
+        total = total + squared_norm(kinds[0]) + squared_norm(kinds[1])
+        for kind in kinds:
+            clip(kind, total)
+        optimizer.step()
+        optimizer.zero_grad()
+        told = loss.detach()
+        dist.all_reduce(told)
+        return told.item() / dist.get_world_size()
+
+    return step
+
+
 # ------------------------------------------------------------------ stages
 
 
@@ -194,12 +294,16 @@ class Stage(nn.Module):
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
-def pp(batch: Batch) -> Step:
-    """Two stages in torch's 1F1B, sharded where there are more ranks."""
+def pp(batch: Batch, splits_sequences: bool = False) -> Step:
+    """Two stages in torch's 1F1B; the ranks of a stage share its parameters, and may share sequences."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "shard"))
     number, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     module = Stage(LabelledGPT(), number)
+    ids, labels = batch.ids, batch.labels
+    if splits_sequences:
+        attend_to_all(module.blocks, mesh["shard"])
+        ids, labels = (zigzag(each, world // 2, mesh["shard"].get_local_rank(), 1) for each in (ids, labels))
     if world > 2:
         for block in module.blocks:
             fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
@@ -211,9 +315,9 @@ def pp(batch: Batch) -> Step:
     def step() -> float | None:
         losses: list[torch.Tensor] = []
         if number == 0:
-            schedule.step(batch.ids)
+            schedule.step(ids)
         else:
-            schedule.step(target=batch.labels, losses=losses)
+            schedule.step(target=labels, losses=losses)
         total = squared_norm(module.parameters())
         dist.all_reduce(total, group=group)
         clip(module.parameters(), total)

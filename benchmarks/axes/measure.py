@@ -1,4 +1,4 @@
-"""Steps under tp, cp, ep, pp and pp+fsdp beside the same steps written by hand with torch: ratios of repeats side by side (gloo)."""
+"""Steps under each axis, and products of them, beside the same steps by hand with torch: ratios of repeats side by side (gloo)."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.timing import num_repeats, save, tool
 
-AXES = {"tp": 2, "cp": 2, "ep": 2, "pp": 2, "pp=2+fsdp": 4, "fsdp+ep=2": 4}
+AXES = {"tp": 2, "cp": 2, "ep": 2, "pp": 2, "pp=2+fsdp": 4, "pp=2+cp=2": 4, "fsdp+ep=2": 4, "ep=2+tp=2": 4}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from benchmarks.timing import interleave, rows_of, summary
 
 STEPS = 4
 BUILDERS: dict[str, Callable[[models.Batch], by_hand.Step]] = {
-    "tp": by_hand.tp, "cp": by_hand.cp, "ep": by_hand.ep, "fsdp+ep=2": by_hand.ep, "pp": by_hand.pp, "pp=2+fsdp": by_hand.pp,
+    "tp": by_hand.tp, "cp": by_hand.cp, "ep": by_hand.ep, "fsdp+ep=2": by_hand.ep, "ep=2+tp=2": by_hand.ep_tp,
+    "pp": by_hand.pp, "pp=2+fsdp": by_hand.pp, "pp=2+cp=2": partial(by_hand.pp, splits_sequences=True),
 }  # fmt: skip
 
 

@@ -92,6 +92,7 @@ class Jobs:
         self._accelerator = accelerator
         self._model, self._optimizer = accelerator.unwrap_model(model), optimizer.optimizer
         self._folder = folder
+        self._group = dist.new_group(backend="gloo")  # the saver's own thread must not meet the loop's collectives
         self._memory: Any = accelerator._checkpoints._memory
         self._memory._is_off = True
 
@@ -114,7 +115,9 @@ class Jobs:
 
     def _async_save(self) -> None:
         own, kept = get_state_dict(self._model, self._optimizer)
-        self._pending = dcp.async_save({"model": own, "optimizer": kept}, checkpoint_id=str(self._folder / "torch"))
+        self._pending = dcp.async_save(
+            {"model": own, "optimizer": kept}, checkpoint_id=str(self._folder / "torch"), process_group=self._group
+        )
 
     def _end_async_save(self) -> None:
         self._pending.result()

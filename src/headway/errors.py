@@ -21,6 +21,7 @@
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
+    |   |-- CheckpointDamaged                    its bytes are not those that were written, or some are gone
     |   `-- ObjectStoreError                     an object store refused a request, or did not answer for too long
     |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is not a run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
@@ -121,6 +122,10 @@ class CollectiveError(HeadwayError, RuntimeError):
 
 class CheckpointError(HeadwayError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes of a checkpoint are not those that were written, or some are gone."""
 
 
 class ObjectStoreError(CheckpointError):

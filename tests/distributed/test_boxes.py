@@ -12,6 +12,7 @@ import torch
 from headway.checkpoint.format.chunks import ChunkGrid
 from headway.checkpoint.format.manifest import read_manifest
 from headway.checkpoint.loading.files import TargetLayout
+from headway.checkpoint.loading.reader import CheckpointReader
 from headway.checkpoint.loading.restoring import misfits, restore
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
@@ -196,11 +197,12 @@ def door():
     from headway import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    return Saver(accelerator.runtime, accelerator.strategy.everyone), accelerator.runtime.world_size
+    given = accelerator.runtime, accelerator.strategy.everyone
+    return Saver(*given), CheckpointReader(*given), accelerator.runtime.world_size
 
 
 def save_all(folder):
-    saver, world_size = door()
+    saver, _, world_size = door()
     for layout in LAYOUTS[world_size]:
         model, _, parts = made(layout, world_size, 1)
         saver.save(Path(folder, f"{layout}-blocking"), collect(parts), {}, BLOCKING)
@@ -212,12 +214,12 @@ def save_all(folder):
 
 
 def load_all(folder):
-    saver, world_size = door()
+    _, reader, world_size = door()
     count = 0
     for source in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
         for layout in LAYOUTS[world_size]:
             model, optimizer, parts = made(layout, world_size, 0)
-            _, found = saver.read(source, TargetLayout(parts))
+            _, found = reader.read(source, TargetLayout(parts))
             assert misfits(parts, found) == []
             restore(parts, found, None, lambda failure: [failure] if failure else [])
             check(model, optimizer, 1)
@@ -283,7 +285,7 @@ def peaks(folder, layouts):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    saver, world_size = door()
+    saver, reader, world_size = door()
     found = []
     for number, dim in enumerate(layouts):
         mesh = init_device_mesh("cpu", (world_size,))
@@ -303,7 +305,7 @@ def peaks(folder, layouts):
         loading = Anonymous()
         if number:
             with loading:  # what was saved by rows is read by columns, and the other way round
-                _, read = saver.read(Path(folder, str(number - 1)), TargetLayout(parts))
+                _, read = reader.read(Path(folder, str(number - 1)), TargetLayout(parts))
                 restore(parts, read, None, lambda failure: [failure] if failure else [])
             local = model.a.to_local()
             begin = mesh.get_rank() * ROWS // world_size
@@ -328,7 +330,7 @@ def test_no_rank_holds_more_than_its_part_and_a_buffer(tmp_path):
 
 
 def misuse(folder, what):
-    saver, world_size = door()
+    saver, _, world_size = door()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -386,7 +388,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path, what, told):
 
 def damaged(folder):
     """One byte of one rank's shard is another one: every rank refuses, and nothing has changed."""
-    saver, world_size = door()
+    saver, reader, world_size = door()
     _, _, parts = made("fsdp", world_size, 1)
     path = Path(folder, "checkpoint_1")
     saver.save(path, collect(parts), {}, BLOCKING)
@@ -399,10 +401,10 @@ def damaged(folder):
     saver._collectives.barrier()
     messages = []
     try:
-        saver.read(path, TargetLayout(parts))
+        reader.read(path, TargetLayout(parts))
     except CheckpointError as error:
         messages.append(str(error))
-    newest, reasons = saver.newest(Path(folder))
+    newest, reasons = reader.newest(Path(folder))
     assert newest is None
     return [*messages, *reasons]
 

@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint import folders
+from headway.checkpoint import folders, lock
 from headway.checkpoint.format.manifest import read_manifest
 from headway.checkpoint.loading.files import verify
-from headway.checkpoint.saving import lock
 from headway.common import scope
 from headway.common.object_path import PART, THREADS, to_path
 from headway.errors import CheckpointError, ConfigError
@@ -276,13 +275,43 @@ def test_a_store_that_is_away_is_waited_for_in_bounds(proxy, port):
     assert store_faults.found_value(root) == 1
 
 
-def test_a_damaged_or_lost_part_is_named(proxy, port):
-    root = f"s3://{server.BUCKET}/damaged"
-    assert store_faults.save(root, 1, True) == "saved"
-    key = next(key for key in server.keys(port, "damaged/checkpoint_1/") if "model-" in key)
+def flip_a_bit(port, folder):
+    """In the middle of a checkpoint's first file of weights; returns its key."""
+    key = next(key for key in server.keys(port, folder) if "model-" in key)
     body = bytearray(server.s3(port).get_object(Bucket=server.BUCKET, Key=key)["Body"].read())
     body[len(body) // 2] ^= 1
     server.s3(port).put_object(Bucket=server.BUCKET, Key=key, Body=bytes(body))
+    return key
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
+    name = f"passed_over_{strategy}"
+    url, settings = f"s3://{server.BUCKET}/{name}", server.environment(port)
+    whole = run_ranks(train, 2, url, strategy, 6, settings)
+    flip_a_bit(port, f"{name}/checkpoints/checkpoint_2/")
+    resumed = run_ranks(train, 2, url, strategy, 6, settings)
+    assert [began for began, _ in resumed] == [4, 4]
+    for (_, one), (_, other) in zip(whole, resumed, strict=True):
+        assert is_same(one, other)
+    # The next one has a number of its own: the damaged one is not written over.
+    left = {key.split("/")[2] for key in server.keys(port, f"{name}/checkpoints/checkpoint_")}
+    assert left == {"checkpoint_2", "checkpoint_3"}
+    flip_a_bit(port, f"{name}/checkpoints/checkpoint_3/")
+    for (message,) in run_ranks(refused, 2, url, strategy, settings):
+        assert "holds 2 checkpoints, and all of them are damaged" in message
+
+
+def refused(url, strategy, settings):
+    with pytest.raises(CheckpointError) as caught:
+        train(url, strategy, 2, settings)
+    return (str(caught.value),)
+
+
+def test_a_damaged_or_lost_part_is_named(proxy, port):
+    root = f"s3://{server.BUCKET}/damaged"
+    assert store_faults.save(root, 1, True) == "saved"
+    key = flip_a_bit(port, "damaged/checkpoint_1/")
     folder = to_path(root) / "checkpoint_1"
     with pytest.raises(CheckpointError, match=r"model-00000.safetensors is damaged: its bytes .*XXH3-128 differs"):
         verify(folder)

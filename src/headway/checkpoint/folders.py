@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headway.checkpoint.format.foreign import checkpoints_in
 from headway.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
-from headway.checkpoint.saving.lock import Locks
+from headway.checkpoint.lock import Locks
 from headway.checkpoint.stores import objects
 from headway.common import scope
 from headway.common.atomic import replacing

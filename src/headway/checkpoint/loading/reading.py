@@ -18,7 +18,7 @@ from headway.checkpoint.format.tensors import check_spec
 from headway.checkpoint.format.values import dtype_named
 from headway.checkpoint.stores.fetched import in_order
 from headway.common.untrusted import open_regular
-from headway.errors import CheckpointError
+from headway.errors import CheckpointDamaged, CheckpointError
 from headway.weights.shards import SafetensorsHeader, read_header
 
 _BLOCK = 1024 * 1024
@@ -135,7 +135,7 @@ def _read_piece(
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if is_verified and digest.hexdigest() != wanted:
-        raise CheckpointError(
+        raise CheckpointDamaged(
             f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({TITLE} differs)"
         )
 

@@ -1,12 +1,10 @@
-"""Saving and resuming a run: what is behind `save_state`, `load_state`, `resume` and `epochs`.
-
-Arguments that Accelerate's save_state and load_state pass on to engines: which ones are accepted without effect.
-"""
+"""Saving and resuming a run: what is behind `save_state`, `load_state`, `resume` and `epochs`."""
 
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from headway.checkpoint.format.manifest import MANIFEST
+from headway.checkpoint.resume.arguments import check_changed
 from headway.checkpoint.resume.comparison import Restored
 from headway.checkpoint.resume.positions import EvaluationStart
 from headway.checkpoint.resume.run import RunState
@@ -23,19 +22,14 @@ from headway.checkpoint.state import CollectedState
 from headway.common.object_path import ObjectPath, to_path
 from headway.common.optional import Later
 from headway.config.run import Preemption, ProjectConfiguration
-from headway.config.values import did_you_mean
-from headway.errors import CheckpointError, ConfigError, StateError
+from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.attendance import SAVE, Attendance, Attended
-from headway.runtime.device import is_kind
 from headway.training.hooks import StepHooks
 
 log = get_logger(__name__)
 
-CHANGED = ("data", "schedule")
-"""What a run that is resumed may have others of, where it says so."""
-_PLACES = (None, "cpu", "on_device")
 _NOTHING_LEFT = (
     "nothing is left to train: resumed after %d of %d epochs; train for more epochs, or start again in another folder"
 )
@@ -43,74 +37,6 @@ _NOT_AUTOMATIC = (
     'resume("latest") found nothing in %s, the place of automatic checkpoints: training begins at the start. This run names none '
     "itself: set ProjectConfiguration(automatic_checkpoint_naming=True), or give resume() the folder that save_state was given"
 )
-_ARGUMENTS = {
-    "save_state": (
-        "output_dir safe_serialization blocking metric weights",
-        "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
-        "the checkpoint holds the whole state",
-    ),
-    "load_state": (
-        "input_dir load_kwargs map_location strict changed",
-        "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
-        "the whole state is loaded",
-    ),
-}
-"""By method: its own arguments, those of engines, and what happens whatever these say."""
-
-
-def check_save_arguments(given: Mapping[str, Any]) -> None:
-    """Take what has no meaning here with a line in the log.
-
-    Raises:
-        ConfigError: an argument that no engine takes.
-    """
-    for name in given:
-        _take("save_state", name)
-
-
-def check_load_arguments(given: Mapping[str, Any]) -> None:
-    """The same for a load.
-
-    Raises:
-        ConfigError: an argument that no engine takes, or a place that is none.
-    """
-    for name, value in given.items():
-        if name == "map_location":
-            place = value if value is None or isinstance(value, str) else str(value)
-            if place not in _PLACES and not _is_device(place):
-                raise ConfigError(
-                    f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
-                    "each state goes to the device of its prepared object"
-                )
-            continue
-        _take("load_state", name)
-
-
-def check_changed(given: str | Collection[str] | None) -> Collection[str] | None:
-    """What is another one on purpose than when the checkpoint was saved, as a collection.
-
-    Raises:
-        ConfigError: something that is nothing of the kind.
-    """
-    meant = (given,) if isinstance(given, str) else given
-    for name in meant or ():
-        if name not in CHANGED:
-            raise ConfigError(f"changed={given!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
-    return meant
-
-
-def _is_device(place: str) -> bool:
-    return is_kind(place.partition(":")[0]) and (":" not in place or place.partition(":")[2].isdigit())
-
-
-def _take(method: str, name: str) -> None:
-    own, known, always = _ARGUMENTS[method]
-    if name not in known.split():
-        allowed = [*own.split(), *known.split()]
-        hint = did_you_mean(name, allowed)
-        raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
-    log.info_once("%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, always)
-
 
 if TYPE_CHECKING:
     from headway.checkpoint.resume import compiled, memory, preemption
@@ -149,7 +75,7 @@ class Checkpoints:
         collectives: Collectives,
         last_hook: Callable[[], SaveHook | None] = lambda: None,
     ) -> None:
-        self.place = CheckpointFolder(project, run_state.saver)
+        self.place = CheckpointFolder(project, run_state.reader)
         self.guard: preemption.PreemptionGuard | None = None
         self._run = run_state
         self._moments = moments
@@ -249,7 +175,7 @@ class Checkpoints:
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # some ranks may have saved without the others
-            place.iteration = run.saver.largest(place.iteration)
+            place.iteration = run.reader.largest(place.iteration)
         folder = place.folder_for(output_dir)
         if not is_alone and not place.is_automatic:
             folder = run.saver.agree_on(folder)
@@ -402,7 +328,11 @@ class Checkpoints:
         return models
 
     def load(
-        self, input_dir: str | Path | None, is_strict: bool, changed: str | Collection[str] | None = ()
+        self,
+        input_dir: str | Path | None,
+        is_strict: bool,
+        changed: str | Collection[str] | None = (),
+        newest: Callable[[], Path | None] | None = None,
     ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
 
@@ -417,16 +347,34 @@ class Checkpoints:
                 "it on every rank, outside conditions on the rank"
             )
         self._run.saver.wait()
-        folder = self.place.to_load(input_dir)
         if self._memory is not None:
             self._memory.settle()
-        restored = self._run.load(folder, is_strict, tuple(self._load_hooks.values()), meant)
+        restored = self._load(
+            self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.newest)
+        )
+        folder = restored.folder
         iteration = restored.about.get("iteration")
         if self._memory is not None and self._memory.holds(folder):  # before the checkpoint of that number
             folder, iteration = self.place.parent() / folder.name, int(iteration or 0) - 1
         self.place.go_on_from(folder, iteration)
         log.info(str(restored))
         return restored
+
+    def _load(
+        self,
+        folder: Path,
+        is_strict: bool,
+        changed: Collection[str] | None,
+        newest: Callable[[], Path | None] | None,
+    ) -> Restored:
+        """The state in that folder; where its bytes prove damaged, before anything has changed, that in the next newest."""
+        try:
+            return self._run.load(folder, is_strict, tuple(self._load_hooks.values()), changed)
+        except CheckpointDamaged:
+            older = None if newest is None else newest()
+            if older in (None, folder):
+                raise
+        return self._load(older, is_strict, changed, newest)
 
     def resume(
         self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
@@ -440,9 +388,9 @@ class Checkpoints:
             else:
                 log.warning(_NOT_AUTOMATIC, self.place.parent())
             return None
-        restored = self.load(folder, is_strict, changed)
-        if is_newest and self.place.project.keep_compiled and compiled.load(folder):
-            log.info("compiled code was loaded from %s", folder)
+        restored = self.load(folder, is_strict, changed, partial(self._newest, run) if is_newest else None)
+        if is_newest and self.place.project.keep_compiled and compiled.load(restored.folder):
+            log.info("compiled code was loaded from %s", restored.folder)
         self._owes_epochs = True
         self._check_steps()
         return restored

@@ -22,12 +22,12 @@ from typing import Any
 from headway.checkpoint import folders
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.checkpoint.loading.reader import hand_on
 from headway.checkpoint.loading.reading import read_files
 from headway.checkpoint.resume.run import RunState
 from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.neighbours import NeighbourCopies
 from headway.checkpoint.saving.place import CheckpointFolder
-from headway.checkpoint.saving.saver import hand_on
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import in_pieces
 from headway.common import env

@@ -13,6 +13,7 @@ import torch
 from headway.checkpoint.format.values import encode
 from headway.checkpoint.loading.files import TargetLayout
 from headway.checkpoint.loading.model import LoadRollback
+from headway.checkpoint.loading.reader import CheckpointReader
 from headway.checkpoint.loading.restoring import restore
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
 from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
@@ -77,7 +78,7 @@ class RunState:
     ) -> None:
         self.runtime, self.clock, self.windows = runtime, clock, step.windows
         self._step = step
-        self.saver = Saver(runtime, collectives, clock)
+        self.saver, self.reader = Saver(runtime, collectives, clock), CheckpointReader(runtime, collectives)
         self.custom: list[Stateful] = []
         self.epoch = 0
         self._is_saving = False
@@ -412,7 +413,7 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         parts = self._parts()
-        manifest, found = self.saver.read(path, TargetLayout(parts, self.runtime.rank, self.runtime.world_size))
+        manifest, found = self.reader.read(path, TargetLayout(parts, self.runtime.rank, self.runtime.world_size))
         parts = self._frozen.put_back(found, parts)
         self.local.take(found)
         saved = read_run(manifest.about, found, self.runtime, self._precision, self._strategy.data_shard.count)

@@ -5,7 +5,7 @@ from pathlib import Path
 from headway.checkpoint.folders import committed, copy_of, originals
 from headway.checkpoint.format.foreign import explain, foreign_in, number_of
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
-from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.loading.reader import CheckpointReader
 from headway.checkpoint.stores.objects import identity
 from headway.common.object_path import ObjectPath, to_path
 from headway.config.run import ProjectConfiguration
@@ -22,7 +22,7 @@ class CheckpointFolder:
 
     Args:
         project: where, and how many.
-        saver: finds checkpoints on all ranks together.
+        reader: finds checkpoints on all ranks together.
 
     Attributes:
         project: may be exchanged for another one.
@@ -30,10 +30,10 @@ class CheckpointFolder:
         earlier: the newest checkpoint of an earlier run in this run's way, before it has saved itself, and which file it is.
     """
 
-    def __init__(self, project: ProjectConfiguration, saver: Saver) -> None:
+    def __init__(self, project: ProjectConfiguration, reader: CheckpointReader) -> None:
         self.project = project
         self.iteration = project.iteration
-        self._saver = saver
+        self._reader = reader
         self._began_in = _working_folder()
         self.earlier = self._find_earlier()
 
@@ -158,7 +158,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are only damaged ones, copies, or another program's.
         """
-        folder, passed_over = self._saver.newest(self.parent(), run)
+        folder, passed_over = self._reader.newest(self.parent(), run)
         for line in passed_over:
             log.warning("a checkpoint is passed over: %s", line)
         copies = committed(self.parent()) if folder is None and not passed_over and run is None else []
@@ -191,7 +191,7 @@ class CheckpointFolder:
         there = [*committed(folder.parent), *committed(self.parent())]
         numbers = [(number_of(path) or 0, path) for path in there]
         newest = max((each for each, path in numbers if each > iteration and not copy_of(path)), default=iteration)
-        self.iteration = self._saver.largest(max(iteration, newest)) + 1
+        self.iteration = self._reader.largest(max(iteration, newest)) + 1
 
 
 def _working_folder() -> Path:

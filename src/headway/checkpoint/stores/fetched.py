@@ -16,7 +16,7 @@ import xxhash
 
 from headway.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.common.object_path import PART, THREADS, ObjectPath
-from headway.errors import CheckpointError
+from headway.errors import CheckpointDamaged, CheckpointError
 
 
 class FetchedCheckpoint:
@@ -129,13 +129,13 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
                 b"".join(source.read_range(start, end)) if end - start > PART else next(source.read_range(start, end))
             )
         except FileNotFoundError as error:
-            raise CheckpointError(f"a part of {source} no longer exists: {error}") from error
+            raise CheckpointDamaged(f"a part of {source} no longer exists: {error}") from error
         view = memoryview(data)
         bad = next((n for n in run if _hash(view, n, run, written) != written.digests[n]), None)
         if bad is None:
             break
         if is_last:
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"{source} is damaged: its bytes {bad * written.piece:,} to {min((bad + 1) * written.piece, end):,} are not those "
                 f"written ({TITLE} differs); resume from another checkpoint"
             )

@@ -12,7 +12,7 @@ from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from headway.checkpoint.format.tensors import PieceHashes, write_shard
 from headway.checkpoint.loading.files import read_state, verify
-from headway.checkpoint.saving.lock import ObjectLock
+from headway.checkpoint.lock import ObjectLock
 from headway.checkpoint.stores import objects
 from headway.checkpoint.stores.fetched import FetchedCheckpoint
 from headway.common.object_client import ObjectClient

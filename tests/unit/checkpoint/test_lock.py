@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from headway.checkpoint.saving import lock
-from headway.checkpoint.saving.lock import FolderLock, LockOwner, Locks
+from headway.checkpoint import lock
+from headway.checkpoint.lock import FolderLock, LockOwner, Locks
 from headway.errors import CheckpointError
 
 
