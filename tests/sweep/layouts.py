@@ -2,8 +2,8 @@
 
 `python -m tests.sweep.layouts` does it for all pairs, with a Llama of transformers, and prints how far the losses of the updates
 after a load lie from those of the run that was never stopped; `--model gpt` takes the small GPT that the suite takes, `--model moe`
-a mixture of experts and the layouts of those. What was loaded must be what was saved, to the bit: the model's whole weights, and a
-second checkpoint, which is written at once.
+a mixture of experts and the layouts of those; `--pairs_with pp=2+cp=2@4` only loads into and out of that one. What was loaded must be
+what was saved, to the bit: the model's whole weights, and a second checkpoint, which is written at once.
 """
 
 import argparse
@@ -256,8 +256,16 @@ def names_layouts(told: Told) -> bool:
 # -------------------------------------------------------------------- all pairs
 
 
-def matrix(folder: Path, cells: Sequence[Cell], name: str) -> dict[tuple[Cell, Cell], float | str]:
+def matrix(
+    folder: Path, cells: Sequence[Cell], name: str, pairs_with: Sequence[str] = ()
+) -> dict[tuple[Cell, Cell], float | str]:
     """By source and target: the largest difference, or what went wrong.
+
+    Args:
+        folder: for the checkpoints.
+        cells: from and into which.
+        name: of the model.
+        pairs_with: only pairs of which one is among these; none: all.
 
     Raises:
         AssertionError: a run that begins differs from that of one process, or a save behind the loop from one in step.
@@ -275,13 +283,14 @@ def matrix(folder: Path, cells: Sequence[Cell], name: str) -> dict[tuple[Cell, C
         assert all(torch.equal(tensor, behind[name]) for name, tensor in step.items()), cell
     found: dict[tuple[Cell, Cell], float | str] = {}
     for target in cells:
-        jobs = [Job(target.layout, folder / str(source)) for source in cells]
+        sources = [each for each in cells if not pairs_with or {str(each), str(target)} & set(pairs_with)]
+        jobs = [Job(target.layout, folder / str(source)) for source in sources]
         began = time.monotonic()
         try:
             ran: Iterable[Any] = run(target.num_ranks, jobs, name, 600)
         except AssertionError as error:
             ran = [error] * len(jobs)
-        for source, job, told in zip(cells, jobs, ran, strict=True):
+        for source, job, told in zip(sources, jobs, ran, strict=True):
             found[source, target] = _verdict(source, target, job, told, whole)
         print(f"into {target}: {time.monotonic() - began:.0f} s", flush=True)
     return found
@@ -302,17 +311,23 @@ def main() -> int:
     reader = argparse.ArgumentParser(description=__doc__)
     reader.add_argument("--model", choices=MODELS, default="llama", help="moe: with layouts of experts")
     reader.add_argument("--only", nargs="*", help="cells such as fsdp@4 and single@1")
+    reader.add_argument("--pairs_with", nargs="*", default=(), help="only loads into and out of these cells")
     reader.add_argument("--zero", action="store_true", help="DeepSpeed's stages too, and all in float32")
     asked = reader.parse_args()
     name = asked.model + FLOAT32 * asked.zero
     known = (*(MOE if asked.model == "moe" else OWN), *(ENGINES if asked.zero else ()))
     cells = [cell for cell in known if not asked.only or str(cell) in asked.only]
     folder, began = Path(tempfile.mkdtemp(prefix="headway-layouts-")), time.monotonic()
-    found = matrix(folder, cells, name)
+    found = matrix(folder, cells, name, asked.pairs_with)
     rows = [["from / into", *map(str, cells)]]
     for source in cells:
-        values = [found[source, target] for target in cells]
-        rows.append([str(source), *("FAILS" if isinstance(one, str) else f"{one:.0e}" for one in values)])
+        values = [found.get((source, target), "-") for target in cells]
+        rows.append(
+            [
+                str(source),
+                *(f"{one:.0e}" if isinstance(one, float) else one if one == "-" else "FAILS" for one in values),
+            ]
+        )
     bad = [one for one in found.values() if isinstance(one, str) or one >= close(name)]
     numbers = [one for one in found.values() if not isinstance(one, str)]
     print(f"\nlargest difference of a loss, of {UPDATES - STOP} updates after each load:\n{laid_out(rows)}")
