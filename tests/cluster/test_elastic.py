@@ -136,3 +136,37 @@ def test_a_machine_dies_and_another_takes_its_place(hosts: Sequence[Host], tmp_p
         assert updates[number]["loss"] == pytest.approx(entry["loss"], rel=1e-4), number
     weights = next(entry["weights"] for entry in entries() if "weights" in entry)
     assert weights == pytest.approx(next(entry["weights"] for entry in whole if "weights" in entry), rel=1e-4, abs=1e-6)
+
+
+def test_a_cut_link_costs_what_came_after_the_last_commit(hosts: Sequence[Host], tmp_path: Path) -> None:
+    whole = reference(tmp_path / "whole")
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    words = f"headway launch -n 2 --cpu --num_machines 2 --machine_timeout 5 --main_process_ip {hosts[0].address}"
+
+    def begin() -> list[subprocess.Popen[bytes]]:
+        port = free_port()
+        line = f"exec {words} --main_process_port {port}"
+        return [host.start(f"{line} --machine_rank {rank} train.py 1 waits", folder) for rank, host in enumerate(hosts)]
+
+    def said() -> str:
+        return "\n".join((folder / f"{host.name}.txt").read_text() for host in hosts)
+
+    launchers = begin()
+    wait_for(lambda: any(entry.get("update") == 7 for entry in told(said())), said)
+    before = told(said())
+    hosts[1].set_link("down")
+    assert all(launcher.wait(SLACK) for launcher in launchers), said()
+    hosts[1].set_link("up")
+    (folder / "killed").touch()
+    (folder / "joined").touch()
+    assert [launcher.wait(SLACK) for launcher in begin()] == [0, 0], said()
+    after = told(said())
+    assert after.count({"begun": 6, "world": 2, "steps": 1}) == 2
+    updates = {entry["update"]: entry for entry in [*before, *after] if "update" in entry}
+    expected = {entry["update"]: entry for entry in whole if "update" in entry}
+    assert sorted(updates) == sorted(expected)
+    assert all(sorted(updates[number]["seen"]) == sorted(entry["seen"]) for number, entry in expected.items())
+    weights = next(entry["weights"] for entry in after if "weights" in entry)
+    assert weights == pytest.approx(next(entry["weights"] for entry in whole if "weights" in entry), rel=1e-4, abs=1e-6)

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,61 @@ def test_settings_that_cannot_be():
         ProjectConfiguration("run", automatic_checkpoint_naming=True, keep_in_memory=-1)
     with pytest.raises(ConfigError, match="automatic_checkpoint_naming"):
         ProjectConfiguration("run", keep_in_memory=1)
+
+
+TRAINER = """
+import os, signal, sys
+import torch
+from headway import Trainer, TrainerCallback, TrainingArguments
+
+keeps, attempt = int(sys.argv[1]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = torch.nn.Linear(4, 1), torch.nn.Dropout(0.2)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.dropout(self.layer(x)), labels)}
+
+
+class Killer(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "0":
+            print("begun", state.global_step, flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if keeps and (attempt, state.global_step) in ((0, 5), (1, 9)) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.manual_seed(0)
+rows = [{"x": x, "labels": x.sum(0, keepdim=True)} for x in torch.randn(48, 4)]
+args = TrainingArguments(
+    "run", use_cpu=True, per_device_train_batch_size=2, num_train_epochs=1, save_steps=100, disable_tqdm=True, learning_rate=0.01,
+    accelerator_config={"project_config": {"keep_in_memory": keeps, "overlap_saves": True}},
+)
+trainer = Trainer(model=Model(), args=args, train_dataset=rows, callbacks=[Killer()])
+trainer.train(resume_from_checkpoint=True)
+if os.environ["RANK"] == "0":
+    print("end", trainer.state.global_step, *(each.tolist() for each in trainer.model.state_dict().values()), flush=True)
+"""
+
+
+@pytest.mark.matrix
+def test_the_trainer_takes_it_in_its_accelerator_config(tmp_path):
+    told = []
+    for keeps in ("1", "0"):
+        folder = tmp_path / keeps
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAINER)
+        words = ["-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "2", "train.py", keeps]
+        ran = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
+        told.append([line for line in ran.stdout.splitlines() if line.startswith(("begun", "end"))])
+    kept, whole = told
+    assert whole[0] == "begun 0"
+    assert [int(line.split()[1]) for line in kept[:-1]] in ([0, 5, 9], [0, 4, 9], [0, 5, 8], [0, 4, 8])
+    assert kept[-1] == whole[-1]
+    assert whole[-1].startswith("end 12 ")

@@ -7,38 +7,66 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, NonFinitePolicy, SpikePolicy
+from headway import Accelerator, NonFinitePolicy, PipelineOptions, SpikePolicy
+from headway.errors import UnsupportedError
+from tests.distributed.layouts import Block
 from tests.distributed.ranks import run_ranks
 
 SIZE, WORLD = 4, 2
 ROWS = SIZE * WORLD
-"""Of an update."""
+"""Of an update, where each rank has rows of its own."""
+CUT = ("tp", "cp", "pp")
+"""Strategies under which both ranks have the same rows, and parts of one model or of its sequences."""
 
 
-def data(num_updates: int, bad: dict[int, str], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def num_parts(strategy: str) -> int:
+    """Ranks with rows of their own."""
+    return 1 if strategy in CUT else WORLD
+
+
+def data(num_updates: int, bad: dict[int, str], seed: int, strategy: str = "ddp") -> tuple[torch.Tensor, torch.Tensor]:
     """A noisy line; the rows of bad updates are spoilt on one rank alone."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_updates * ROWS, 6, generator=generator)
-    y = x.sum(1, keepdim=True) + 0.3 * torch.randn(len(x), 1, generator=generator)
+    generator, parts = torch.Generator().manual_seed(seed), num_parts(strategy)
+    shape = (4, 6) if strategy in CUT else (6,)
+    x = torch.randn(num_updates * SIZE * parts, *shape, generator=generator)
+    y = x.sum(-1, keepdim=True) + 0.3 * torch.randn(*x.shape[:-1], 1, generator=generator)
     for number, kind in bad.items():
-        first = number * ROWS + (number % WORLD) * SIZE
+        first = (number * parts + number % parts) * SIZE
         rows = slice(first, first + SIZE)
         if kind == "targets":
             y[rows] *= 200
         elif kind == "inputs":
             x[rows] *= 300
         else:
-            y[rows] += 500 * torch.randn(SIZE, 1, generator=generator)
+            y[rows] += 500 * torch.randn(y[rows].shape, generator=generator)
     return x, y
 
 
+class Sequences(nn.Module):
+    """Attention over sequences of 4, which every strategy can cut."""
+
+    def __init__(self, dropout: float, num_blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(Block(16, 2, dropout) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        last: torch.Tensor = self.last(x)
+        return last
+
+
 def train(
-    strategy: str, rows: tuple[torch.Tensor, torch.Tensor], on_spike: Any, with_clip: bool = False, **options: Any
+    strategy: str, rows: tuple[torch.Tensor, torch.Tensor], on_spike: Any, with_clip: bool = False, dropout: float = 0.1
 ) -> tuple[Accelerator, list[int], dict[str, torch.Tensor]]:
     """Train over the rows once, in order; the updates made before each batch, and the state after the last."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, strategy=strategy, on_spike=on_spike, **options)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+    handlers = [PipelineOptions(first=["first"], last=["last"])] if strategy == "pp" else []
+    accelerator = Accelerator(cpu=True, strategy=strategy, on_spike=on_spike, kwargs_handlers=handlers)
+    line = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
+    model = Sequences(dropout, 1 if strategy == "tp" else 2) if strategy in CUT else line
     model.register_buffer("calls", torch.zeros(()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4000)
@@ -93,9 +121,43 @@ def test_planted_ones_are_skipped(strategy, seed, with_clip):
     assert found >= 13
 
 
+def differences(
+    strategy: str, left_out: set[int], num: int, rows: Any, state: dict[str, torch.Tensor], dropout: float = 0.1
+) -> list[str]:
+    """Where the state differs from that of a run whose data never had those updates."""
+    size = SIZE * num_parts(strategy)
+    index = [i * size + j for i in range(num) if i not in left_out for j in range(size)]
+    other, _, expected = train(strategy, tuple(each[index] for each in rows), None, dropout=dropout)  # type: ignore[arg-type]
+    assert other.num_updates == num - len(left_out)
+    assert state.keys() == expected.keys()
+    return [name for name in state if not torch.equal(state[name], expected[name])]
+
+
+def skipping(strategy: str) -> None:
+    if strategy == "pp":
+        with pytest.raises(UnsupportedError, match="use on_spike='skip'"):
+            Accelerator(cpu=True, strategy=strategy, on_spike="go_back")
+    bad = {35: "noise", 36: "targets"}
+    rows = data(42, bad, 3, strategy)
+    accelerator, _, state = train(strategy, rows, "skip", dropout=0.0)
+    assert accelerator.spikes is not None
+    assert accelerator.spikes.num_spikes == 2
+    assert accelerator.num_updates == 40
+    different = differences(strategy, set(bad), 42, rows, state, dropout=0.0)
+    assert set(different) <= {"calls", "model calls"}, different  # the script's own counter
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT])
+def test_skipping_leaves_the_state_of_a_run_that_never_saw_the_batches(strategy):
+    run_ranks(skipping, WORLD, strategy)
+
+
 def going_back(strategy: str) -> None:
-    bad = {45: "inputs", 61: "targets", 63: "noise", 90: "inputs"}
-    rows = data(100, bad, seed=3)
+    kind = "noise" if strategy in CUT else "inputs"
+    bad, num = {45: kind, 61: "targets", 63: "noise"}, 68
+    if strategy not in CUT:
+        bad, num = {**bad, 90: kind}, 100
+    rows = data(num, bad, 3, strategy)
     accelerator, before, state = train(strategy, rows, SpikePolicy("go_back", updates=5))
     left_out = set()
     for number in bad:
@@ -103,16 +165,12 @@ def going_back(strategy: str) -> None:
         first = max(i for i in range(number + 1) if before[i] == back_to and i not in left_out)
         assert (5 if number != 63 else 1) <= number - first < 10  # soon after going back, to the same place
         left_out.update(range(first, number + 1))
-    kept = [i for i in range(100) if i not in left_out]
-    index = [i * ROWS + j for i in kept for j in range(ROWS)]
-    other, _, expected = train(strategy, tuple(each[index] for each in rows), None)  # type: ignore[arg-type]
-    assert accelerator.num_updates == other.num_updates == len(kept)
-    assert state.keys() == expected.keys()
-    different = [name for name in state if not torch.equal(state[name], expected[name])]
+    assert accelerator.num_updates == num - len(left_out)
+    different = differences(strategy, left_out, num, rows, state)
     assert not different, different
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "cp"])
 def test_going_back_leaves_the_state_of_a_run_that_never_saw_the_batches(strategy):
     run_ranks(going_back, WORLD, strategy)
 

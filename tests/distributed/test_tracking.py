@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, Tracker
 from headway.tracking.runlog import read_run
 from tests.distributed.ranks import run_ranks
+from tests.unit.tracking.otlp_receiver import listening
 from tests.unit.tracking.test_trackers import events_of
 from tests.unit.tracking.wandb_file import offline_run
 
@@ -66,6 +68,30 @@ def test_rank_0_alone_writes(tmp_path):
     assert [each.details for each in run.events] == [{"rank": 0}]
     assert run.is_ended
     assert set(events_of(tmp_path / "p").Tags()["scalars"]) == {"loss", "by hand"}
+
+
+def log_to_a_collector(address):
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = address
+    accelerator = Accelerator(cpu=True, log_with="opentelemetry", on_non_finite="skip")
+    accelerator.init_trackers("p", {"lr": 0.1})
+    rank = accelerator.process_index
+    model, loader = torch.nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for number, (x,) in enumerate(loader):
+        accelerator.backward(model(x).sum() * (float("nan") if (rank, number) == (1, 1) else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": 10.0 * rank + accelerator.num_updates})
+    accelerator.end_training()
+
+
+def test_rank_0_alone_sends_to_a_collector():
+    with listening() as (collector, address):
+        run_ranks(log_to_a_collector, 2, address)
+    assert dict(collector.metrics) == {"loss": 2.0, "headway.step": 2.0}
+    assert len({each["service.instance.id"] for each in collector.resources}) == 1
+    assert [name for name, _ in collector.records] == ["headway.config", "headway.non_finite", "headway.end"]
+    assert collector.records[1][1]["step"] == 1
 
 
 KILLED = """

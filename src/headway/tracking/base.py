@@ -27,6 +27,7 @@ class LoggerType(Spelled):
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
+    OPENTELEMETRY = "opentelemetry"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,15 @@ class Tracker:
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Keep a file or a folder. Default: nothing; the run's log says where it lies."""
+
+    def log_event(self, name: str, details: Mapping[str, Any], step: int | None = None) -> None:
+        """Something happened, such as "checkpoint", "resumed" or "out_of_memory"; on any thread. Default: nothing.
+
+        Args:
+            name: what; the names are those of the run's log.
+            details: what else is known, as JSON has it.
+            step: the update it belongs to.
+        """
 
     def rewind(self, step: int) -> None:
         """The run was resumed: what was logged for steps after this one is superseded. Default: nothing."""

@@ -32,7 +32,7 @@ from headway.runtime.seed import untouched_rng_states
 from headway.runtime.transfers import Readback
 from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
-from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, read_run
+from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, plain, read_run
 from headway.tracking.select import Choice
 
 
@@ -238,15 +238,15 @@ class RunFeed:
             self._write("reopen")
         else:
             self._write("run", self.project, config, **about)
-            restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
-            if restarts or (self.before is not None and not self.before.is_ended):
-                self.event("restart", None, {"restart_count": restarts})
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
             guarded = GuardedTracker(choice.name, self.event)
             guarded.build(choice, init_kwargs.get(choice.name, {}))
             self.guarded.append(guarded)
             self._begin_tracker(guarded, self._is_continuing)
+        restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
+        if since is None and (restarts or (self.before is not None and not self.before.is_ended)):
+            self.event("restart", None, {"restart_count": restarts})
 
     def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
         identity = self._identities.get(guarded.name) if is_continuing else None
@@ -382,8 +382,11 @@ class RunFeed:
         self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
 
     def event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
-        """Something happened; the log alone has it."""
-        self._write("event", name, self._position() if step is None else step, **details)
+        """Something happened; trackers are told of what is not about themselves."""
+        step = self._position() if step is None else step
+        self._write("event", name, step, **details)
+        if not name.startswith("tracker"):
+            self._call_trackers("log_event", name, plain(details), step=step)
         if name in ("checkpoint", "preempted"):  # what comes before it must not be lost with the process
             self._call_trackers("flush")
 
@@ -414,8 +417,7 @@ class RunFeed:
         self._write_norm()
         told = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(summary or {})
         self._write("end", told)
-        if self.runlog is not None:
-            self.runlog.close()
+        self._call_trackers("log_event", "end", told, step=self._position())
         for guarded in self.guarded:
             timer = threading.Timer(SLOW_FINISH, _warn_of_slow_end, (guarded.name,))
             timer.daemon = True
@@ -424,6 +426,8 @@ class RunFeed:
                 guarded.call("finish")
             finally:
                 timer.cancel()
+        if self.runlog is not None:
+            self.runlog.close()
 
 
 def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], RunFeed]":

@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from headway.common import env
 from headway.common.optional import available
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
@@ -27,7 +28,10 @@ _BUILT_IN = {
     "dvclive": "local.DVCLiveAdapter",
     "swanlab": "services.SwanLabAdapter",
     "trackio": "local.TrackioAdapter",
+    "opentelemetry": "services.OpenTelemetryAdapter",
 }
+_MODULES = {"opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""What is imported, where it is not the tracker's name."""
 
 Choice = Tracker | TrackerMaker
 """A user's own tracker, or what builds one when a run begins."""
@@ -88,7 +92,7 @@ def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
             f"{', '.join(_names())}, 'all', or an instance of headway.Tracker"
         )
     maker = _load_maker(name)
-    if is_main and name in _BUILT_IN and not available(name):
+    if is_main and name in _BUILT_IN and not available(_MODULES.get(name, name)):
         extra = getattr(maker.make, "installed_by", "")
         line = f"'{extra}'" if extra else name
         raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
@@ -106,7 +110,10 @@ def _load_maker(name: str) -> TrackerMaker:
 
 
 def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
-    found = [_load_maker(name) for name in _names() if name not in _BUILT_IN or available(name)]
+    # Other packages bring OpenTelemetry along, and nobody listens.
+    out = set() if env.get("OTEL_EXPORTER_OTLP_ENDPOINT") else {"opentelemetry"}
+    fitting = [name for name in _names() if name not in _BUILT_IN or available(_MODULES.get(name, name))]
+    found = [_load_maker(name) for name in fitting if name not in out]
     if not found and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")
     for maker in found:

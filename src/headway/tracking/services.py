@@ -1,16 +1,26 @@
-"""Trackers that send to a service, and write offline where nobody is logged in: W&B, Comet, ClearML and SwanLab."""
+"""Trackers that send to a service: W&B, Comet, ClearML and SwanLab, offline where nobody is logged in, and OpenTelemetry."""
 
 import io
+import json
 import netrc
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from headway.common import env
 from headway.common.optional import require
+from headway.errors import TrackingError
 from headway.log import get_logger
-from headway.tracking.base import PackageAdapter, RowAdapter, TrackedRun
+from headway.tracking import otlp
+from headway.tracking.base import PackageAdapter, RowAdapter, TrackedRun, Tracker
 from headway.tracking.pictures import Picture, encode_png, without_axis
+from headway.tracking.runlog import leaves, plain
 
 log = get_logger(__name__)
 
@@ -234,6 +244,87 @@ class SwanLabAdapter(RowAdapter):
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """A file, or the files of a folder, copied into the run."""
         self._run.save(f"{path}/**" if path.is_dir() else str(path), **{"base_path": str(path.parent)} | kwargs)
+
+
+class OpenTelemetryAdapter(Tracker):
+    """Sends metrics and log records over OTLP (HTTP, protobuf), from a process of its own: see `headway.tracking.otlp`.
+
+    Numbers are gauges of their names, and `headway.step` is the step of the last ones. Events and texts are log records.
+
+    Args:
+        resource: attributes of the resource. "service.name" is the project, and "service.instance.id" the same after a restart,
+            where neither they nor OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say otherwise.
+    """
+
+    name = "opentelemetry"
+    installed_by = "headway[otel]"
+    takes = "numbers"
+
+    def __init__(self, resource: Mapping[str, Any] | None = None) -> None:
+        self._resource, self._identity, self._is_told = resource or {}, dict[str, Any](), False
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """The instance's id."""
+        return self._identity
+
+    def begin(self, run: TrackedRun) -> None:
+        """Start the process that sends, in a session of its own: signals to this one's group do not end it, but the pipe does."""
+        command, pipe = [sys.executable, "-m", otlp.__name__], subprocess.PIPE
+        self._sender: Any = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        out: Any = self._sender.stdout
+        os.set_blocking(out.fileno(), False)
+        self._identity = dict(run.identity or {"service.instance.id": str(uuid.uuid4())})
+        self._send({"service.name": run.project, **self._identity, **self._resource})
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """The configuration as the attributes of an event `headway.config`."""
+        self.log_event("config", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers as gauges, texts as the attributes of an event `headway.text`."""
+        values = plain(values)  # the SDK drops what is not finite; here it is a text
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in values.items() if name not in texts}
+        self._send({"values": numbers | ({} if step is None else {"headway.step": step})})
+        if texts:
+            self.log_event("text", texts, step)
+        self._pass_on()
+
+    def log_event(self, name: str, details: Mapping[str, Any], step: int | None = None) -> None:
+        """A log record."""
+        flat = leaves({"step": step, **details}, ".").items()
+        told = {k: v if isinstance(v, str | float | int) else json.dumps(v) for k, v in flat if v is not None}
+        self._send({"event": f"headway.{name}", "time": time.time(), "attributes": told})
+
+    def finish(self) -> None:
+        """Wait until all is sent, for 10 s at most."""
+        self._send({})
+        try:
+            self._sender.wait(otlp.LONGEST)
+        except subprocess.TimeoutExpired:
+            self._sender.kill()
+            self._sender.wait()
+        self._pass_on()
+
+    def _send(self, line: Mapping[str, Any]) -> None:
+        try:
+            self._sender.stdin.write(json.dumps(line).encode() + b"\n")
+            self._sender.stdin.flush()
+        except BrokenPipeError as error:
+            raise TrackingError(f"the process that sends has ended: {self._read()[-500:]}") from error
+
+    def _pass_on(self) -> None:
+        """What the process that sends has complained of, the first time."""
+        said = self._read()
+        if said and not self._is_told:
+            self._is_told = True
+            raise TrackingError(f"the collector is away, or refuses: {said.splitlines()[0]}")
+
+    def _read(self) -> str:
+        return (self._sender.stdout.read() or b"").decode()
 
 
 def title_and_series(name: str) -> tuple[str, str]:

@@ -100,7 +100,8 @@ class TrainingArguments(UnknownMembers):
         push_to_hub: True: `Trainer.save_model` also uploads what it writes. Checkpoints are not uploaded.
         hub_model_id: the repository; None: the name of `output_dir`. hub_token, hub_private_repo, hub_revision: as for
             `Accelerator.push_to_hub`.
-        accelerator_config: further arguments of `headway.Accelerator`, by name.
+        accelerator_config: further arguments of `headway.Accelerator`, by name; a dict as "project_config" changes the fields that it
+            names, such as `keep_in_memory`.
 
     Raises:
         ConfigError: a name or value that is not allowed, or two that contradict each other.

@@ -1,7 +1,7 @@
 """What a Trainer is built of, by its arguments: the model's wants, the Accelerator, loaders, and the largest batch that fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,10 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         "log_with": args.trackers or None,
     }
     # Preemption, the guard against non-finite losses and the like: what the arguments do not name comes this way.
-    return Accelerator(**{**settings, **(args.accelerator_config or {})})
+    given = dict(args.accelerator_config or {})
+    if isinstance(given.get("project_config"), dict):
+        given["project_config"] = replace(project, **given["project_config"])
+    return Accelerator(**{**settings, **given})
 
 
 def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -75,7 +75,7 @@ def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
         ("tensorbord", "no such tracker .did you mean 'tensorboard'"),
         (
             "sheets",
-            "no such tracker; allowed: aim, clearml, comet_ml, dvclive, mlflow, swanlab, tensorboard, trackio, wandb",
+            "no such tracker; allowed: aim, clearml, comet_ml, dvclive, mlflow, opentelemetry, swanlab, tensorboard, trackio, wandb",
         ),
         (3, "log_with=3 is no tracker"),
         ([object], "is no tracker"),

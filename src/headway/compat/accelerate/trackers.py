@@ -286,8 +286,8 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The built-in trackers whose packages are installed."""
-    return [each for each in LoggerType if each is not LoggerType.ALL and available(each.value)]
+    """Accelerate's trackers whose packages are installed."""
+    return [each for each in LoggerType if each.value in LOGGER_TYPE_TO_CLASS and available(each.value)]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
