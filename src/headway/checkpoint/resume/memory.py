@@ -218,7 +218,7 @@ class MemoryTier:
             self._share = writer.DiskShare(self._collectives.rank, len(groups), place == 0)
             self._neighbours = NeighbourCopies(self._run.runtime, groups)
         if place == 0:
-            folders.sweep(self._folder)
+            folders.store_of(self._folder).sweep()
         self._collectives.barrier()
         return True
 
@@ -266,7 +266,7 @@ class MemoryTier:
             except CheckpointError as error:
                 log.warning("a state in memory is skipped: %s", error, main_process_only=False)
                 with suppress(OSError):
-                    folders.remove(folder)
+                    folders.store_of(folder).remove()
         return found
 
     def is_newer(self, kept: Path, on_disk: Path | None) -> bool:

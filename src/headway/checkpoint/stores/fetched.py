@@ -75,6 +75,18 @@ class FetchedCheckpoint:
         """
         self.fetch({file: [(0, self._manifest.files[file].num_bytes)] for file in files})
 
+    def verify(self) -> None:
+        """Read every byte of the checkpoint and compare it with what was written; nothing is kept.
+
+        Raises:
+            CheckpointError: with the first piece that is not as it was.
+        """
+        in_order(
+            partial(_fetch, self._source / name, None, written, run)
+            for name, written in self._manifest.files.items()
+            for run in _runs(range(len(written.digests) if written.num_bytes else 0), written)
+        )
+
     def _begin(self, file: str) -> set[int]:
         """Numbers of the pieces that are there."""
         if file not in self._held:
@@ -84,19 +96,6 @@ class FetchedCheckpoint:
                 made.truncate(self._manifest.files[file].num_bytes)
             self._held[file] = set()
         return self._held[file]
-
-
-def verify_objects(source: ObjectPath, manifest: Manifest) -> None:
-    """Read every byte of a checkpoint and compare it with what was written; nothing is kept.
-
-    Raises:
-        CheckpointError: with the first piece that is not as it was.
-    """
-    in_order(
-        partial(_fetch, source / name, None, written, run)
-        for name, written in manifest.files.items()
-        for run in _runs(range(len(written.digests) if written.num_bytes else 0), written)
-    )
 
 
 def in_order(tasks: Iterable[Callable[[], None]], num_threads: int = THREADS) -> None:
