@@ -22,7 +22,7 @@ from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
-from headway.checkpoint.stores.fetched import FetchedCheckpoint
+from headway.checkpoint.stores.objects import FetchedCheckpoint
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
 from headway.weights.shards import SafetensorsHeader, bits

@@ -30,8 +30,7 @@ from headway.runtime.device import Hardware
 from headway.strategies.fully_sharded.dtensors import local
 from headway.training.hooks import StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.rewind import StateHolder
-from headway.training.replay.snapshot import BatchSnapshot
+from headway.training.replay.snapshot import BatchSnapshot, StateHolder
 from headway.training.windows import AccumulationWindows
 
 _MOST_ROWS = 8

@@ -35,7 +35,7 @@ from headway.training.checks.finite import FiniteGuard, NonFinitePolicy, build_r
 from headway.training.checks.origin import RunSurroundings
 from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.rewind import Rewind
+from headway.training.replay.snapshot import Rewind
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import LoaderGenerator
-from headway.data.sampling.order import LoadingRules
+from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt
@@ -28,9 +27,8 @@ from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
-from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
+from headway.training.prepared.objects import AcceleratorRegistry, OptimizerEntry, SchedulerEntry
 from headway.training.prepared.optimizer import PreparedOptimizer, repoint
-from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import (
     KeptSteps,
     PreparedScheduler,

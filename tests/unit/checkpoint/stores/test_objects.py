@@ -13,8 +13,7 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manif
 from headway.checkpoint.format.tensors import PieceHashes, write_shard
 from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.lock import ObjectLock
-from headway.checkpoint.stores.fetched import FetchedCheckpoint
-from headway.checkpoint.stores.objects import ObjectStore
+from headway.checkpoint.stores.objects import FetchedCheckpoint, ObjectStore
 from headway.common.object_client import ObjectClient
 from headway.common.object_path import ObjectPath, to_path
 from headway.errors import CheckpointError, ConfigError, ObjectStoreError

@@ -16,9 +16,8 @@ from torch import nn
 
 from headway.compat.accelerate.modules.align import AlignDevicesHook
 from headway.compat.accelerate.modules.attach import Hooked, aligned, on_blocks
-from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map
+from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
-from headway.compat.accelerate.modules.sizes import get_balanced_memory
 from headway.errors import DeviceMapError
 from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
