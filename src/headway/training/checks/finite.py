@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
+from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.checks.origin import NanOrigin, RunSurroundings, WindowReplay
+from headway.training.checks.origin import NanOrigin, WindowReplay
 from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.step import StepGuard
@@ -433,7 +435,8 @@ def build_guard(
     precision: Precision,
     strategy: Strategy,
     skips: SkippedUpdates,
-    around: RunSurroundings,
+    events: LoaderEvents,
+    runtime: ProcessRuntime,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 
@@ -441,17 +444,21 @@ def build_guard(
         ConfigError: an unknown action.
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-    scaled, replay = has_scaler(precision, strategy), build_replay(policy, windows, prepared, around)
+    scaled, replay = has_scaler(precision, strategy), build_replay(policy, windows, prepared, events, runtime)
     return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
 
 
 def build_replay(
-    policy: NonFinitePolicy, windows: AccumulationWindows, prepared: PreparedObjects, around: RunSurroundings
+    policy: NonFinitePolicy,
+    windows: AccumulationWindows,
+    prepared: PreparedObjects,
+    events: LoaderEvents,
+    runtime: ProcessRuntime,
 ) -> WindowReplay | None:
     """What runs a bad window again, where the policy wants it."""
     if not (policy.explains or policy.action == "explain"):
         return None
-    return WindowReplay(prepared, windows, around.events, around.hardware, around.rank)
+    return WindowReplay(prepared, windows, events, runtime.hardware, runtime.rank)
 
 
 def has_scaler(precision: Precision, strategy: Strategy) -> bool:

@@ -12,7 +12,7 @@ autograd's sequence numbers, and to the line that anomaly mode has noted for it.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,8 @@ from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.runtime.collectives.tree import find_batch_size, tensors
 from headway.runtime.device import Hardware
 from headway.strategies.fully_sharded.dtensors import local
-from headway.training.hooks import StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.snapshot import BatchSnapshot, StateHolder
+from headway.training.replay.snapshot import BatchSnapshot
 from headway.training.windows import AccumulationWindows
 
 _MOST_ROWS = 8
@@ -39,27 +38,6 @@ _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
 _TORCH = torch.__file__.removesuffix("__init__.py")
 """Its home, which may lie outside of this environment."""
 _NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
-
-
-@dataclass(frozen=True)
-class RunSurroundings:
-    """What of a run a guard needs that goes back.
-
-    Attributes:
-        moments: of its step.
-        events: of its loaders.
-        hardware: whose generator belongs to its state.
-        others: the objects that are registered for checkpoints; asked late, as `notes`.
-        notes: what goes into the manifests of its checkpoints.
-        rank: of this process.
-    """
-
-    moments: StepHooks
-    events: LoaderEvents
-    hardware: Hardware
-    others: Callable[[], Sequence[StateHolder]]
-    notes: Callable[[], dict[str, Any]]
-    rank: int
 
 
 @dataclass(frozen=True)

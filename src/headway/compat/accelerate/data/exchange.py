@@ -1,7 +1,7 @@
 """Exchange between processes as functions: gather, reduce, broadcast and the like, each checked before it moves data.
 
-`gather_for_metrics` takes, besides entries per sample, one value for the batch, say: TRL counts tokens and sums entropies by it. Headway's own refuses
-such values, since nothing says what they would be joined to.
+`gather_for_metrics` takes, besides entries per sample, one value for the batch, say: TRL counts tokens and sums entropies
+by it. Headway's own refuses such values, since nothing says what they would be joined to.
 """
 
 from typing import Any
