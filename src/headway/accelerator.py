@@ -71,13 +71,14 @@ from headway.training.checks.replicas import ReplicaCheck
 from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
-from headway.training.prepared.objects import AcceleratorRegistry, PreparedObjects
+from headway.training.prepared.objects import PreparedObjects
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.prepare import Preparation, Wrappers
+from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.run import AcceleratorRun
 from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
-from headway.training.whole_weights import WeightStream, WholeWeights
+from headway.training.whole_weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
 
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from headway.forecasting.tracing.step import Loop, Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.training import forecast as forecasts
-    from headway.training import throughput
+    from headway.training import throughput, weight_stream
     from headway.training.checks import finite
     from headway.training.checks import spikes as spike_checks
     from headway.training.replay import step as replay
@@ -99,6 +100,7 @@ else:
     recompute = Later("headway.training.transforms.activation_checkpointing")
     replay = Later("headway.training.replay.step")
     throughput = Later("headway.training.throughput")
+    weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
     spike_checks = Later("headway.training.checks.spikes")
     forecasts = Later("headway.training.forecast")
@@ -1121,7 +1123,7 @@ class Accelerator(RankAware):
 
     def stream_weights(
         self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
-    ) -> WeightStream:
+    ) -> "weight_stream.WeightStream":
         """The model's weights, for an engine that generates: buckets of (name, whole tensor) on rank 0; every rank iterates.
 
         Names and values are those that `save_model` writes, one of each tied pair. Rank 0 holds one bucket, and one tensor that is
@@ -1143,7 +1145,9 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
         tensors = self._whole_weights.export(bare, "stream_weights")
-        return WeightStream(tensors.items(), bucket_size, self.collectives, bare if merge_adapters else None)
+        return weight_stream.WeightStream(
+            tensors.items(), bucket_size, self.collectives, bare if merge_adapters else None
+        )
 
     def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
         """Fill a model from pretrained weights; each rank reads its own part, once, and no rank holds more. Every rank calls it.

@@ -27,8 +27,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.training.prepared.objects import AcceleratorRegistration, AcceleratorRegistry, ids_in
 from headway.training.prepared.optimizer import StepWatch
+from headway.training.prepared.registry import AcceleratorRegistration, AcceleratorRegistry, ids_in
 from headway.training.step import TrainingStep
 
 log = get_logger(__name__)

@@ -16,7 +16,7 @@ from headway.log import get_logger
 from headway.runtime import process
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.strategies.base import Strategy
-from headway.training.prepared.objects import AcceleratorRegistry
+from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.step import TrainingStep
 from headway.training.windows import AccumulationWindow, UpdateClock
 

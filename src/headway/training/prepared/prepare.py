@@ -27,8 +27,9 @@ from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 from headway.training.checks.replicas import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
-from headway.training.prepared.objects import AcceleratorRegistry, OptimizerEntry, SchedulerEntry
+from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
 from headway.training.prepared.optimizer import PreparedOptimizer, repoint
+from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import (
     KeptSteps,
     PreparedScheduler,
