@@ -1,4 +1,4 @@
-# What type checkers see of the names that `__init__.py` loads on first use; a house test compares the two.
+# Public names, and some of Accelerate's for type checkers: `__init__.py` loads them on first use from these places.
 
 from typing import Any
 
