@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -444,21 +445,13 @@ def build_guard(
         ConfigError: an unknown action.
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-    scaled, replay = has_scaler(precision, strategy), build_replay(policy, windows, prepared, events, runtime)
+    scaled, replay = has_scaler(precision, strategy), build_replay(policy, prepared, windows, events, runtime)
     return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
 
 
-def build_replay(
-    policy: NonFinitePolicy,
-    windows: AccumulationWindows,
-    prepared: PreparedObjects,
-    events: LoaderEvents,
-    runtime: ProcessRuntime,
-) -> WindowReplay | None:
-    """What runs a bad window again, where the policy wants it."""
-    if not (policy.explains or policy.action == "explain"):
-        return None
-    return WindowReplay(prepared, windows, events, runtime.hardware, runtime.rank)
+def build_replay(policy: NonFinitePolicy, *of_run: Any) -> WindowReplay | None:
+    """What runs a bad window again, where the policy wants it; the rest is for `WindowReplay`."""
+    return WindowReplay(*of_run) if policy.explains or policy.action == "explain" else None
 
 
 def has_scaler(precision: Precision, strategy: Strategy) -> bool:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.common.callsite import Frame, is_users, stack
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.runtime.collectives.tree import find_batch_size, tensors
-from headway.runtime.device import Hardware
+from headway.runtime.process import ProcessRuntime
 from headway.strategies.fully_sharded.dtensors import local
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.replay.snapshot import BatchSnapshot
@@ -260,8 +260,8 @@ class WindowReplay:
     """Keeps what a window needs to be run again, and has its loader give it again.
 
     Args:
-        prepared, windows, events, hardware: of the run.
-        rank: of this process.
+        prepared, windows, events: of the run.
+        runtime: this process.
 
     Attributes:
         tracer: looks at the window that is being run again; None: none is.
@@ -273,12 +273,11 @@ class WindowReplay:
         prepared: PreparedObjects,
         windows: AccumulationWindows,
         events: LoaderEvents,
-        hardware: Hardware,
-        rank: int,
+        runtime: ProcessRuntime,
     ) -> None:
-        self._prepared, self._windows, self._rank = prepared, windows, rank
+        self._prepared, self._windows, self._rank = prepared, windows, runtime.rank
         self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=256)
-        self._snapshot = BatchSnapshot(prepared, (), hardware)
+        self._snapshot = BatchSnapshot(prepared, (), runtime.hardware)
         self._is_armed_for: PreparedLoader | None = None
         self.tracer: OperationTracer | None = None
         self.is_spent = False

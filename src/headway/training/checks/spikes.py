@@ -365,7 +365,7 @@ def build_spike_guard(
         return rewind
 
     own = on_non_finite if isinstance(on_non_finite, NonFinitePolicy) else NonFinitePolicy(on_non_finite or "skip")
-    replay = build_replay(own, windows, prepared, events, runtime)
+    replay = build_replay(own, prepared, windows, events, runtime)
     parts = (own, windows, prepared, clock, strategy, False, skips, replay)
     goes_back = make_rewind if policy.action == "go_back" else None
     return SpikeGuard(policy, parts, on_non_finite is not None, lambda: state().notes, goes_back)
