@@ -11,6 +11,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import headway
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 FEWEST = 3
@@ -21,15 +23,7 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]*\)")
 
 def public_names() -> dict[str, list[str]]:
     """The dotted places of what `headway` exports, by the folder or file they lie in; Accelerator first."""
-    tree = ast.parse((ROOT / "src/headway/__init__.py").read_text())
-    places = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_BY_PLACE"
-    )
-    dotted = [
-        f"{place}.{name}" for place, names in places.items() for name in names.split() if place != f"headway.{name}"
-    ]
+    dotted = [f"{place}.{name}" for name, place in headway._PLACES.items() if place != "headway"]
     rooms = {room: list(found) for room, found in groupby(sorted(dotted, key=_room), key=_room)}
     return {"accelerator": rooms.pop("accelerator"), **rooms}
 

@@ -1,9 +1,10 @@
-# What type checkers see of the names that `__init__.py` loads on first use; a house test compares the two.
+# Public names, and some of Accelerate's for type checkers: `__init__.py` loads them on first use from these places.
 
 from typing import Any
 
 from headway import errors as errors
 from headway.accelerator import Accelerator as Accelerator
+from headway.compat.accelerate.constants import DistributedType as DistributedType
 from headway.compat.accelerate.data.batches import concatenate as concatenate
 from headway.compat.accelerate.data.batches import convert_to_fp32 as convert_to_fp32
 from headway.compat.accelerate.data.batches import recursively_apply as recursively_apply
@@ -14,12 +15,10 @@ from headway.compat.accelerate.data.exchange import gather as gather
 from headway.compat.accelerate.data.exchange import gather_object as gather_object
 from headway.compat.accelerate.data.exchange import pad_across_processes as pad_across_processes
 from headway.compat.accelerate.data.exchange import reduce as reduce
-from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from headway.compat.accelerate.launching.environment import clear_environment as clear_environment
 from headway.compat.accelerate.launching.environment import patch_environment as patch_environment
 from headway.compat.accelerate.launching.environment import tqdm as tqdm
 from headway.compat.accelerate.launching.environment import write_basic_config as write_basic_config
-from headway.compat.accelerate.layouts import DistributedType as DistributedType
 from headway.compat.accelerate.modules.align import AlignDevicesHook as AlignDevicesHook
 from headway.compat.accelerate.modules.align import align_module_device as align_module_device
 from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
@@ -42,6 +41,7 @@ from headway.compat.accelerate.modules.models import load as load
 from headway.compat.accelerate.modules.models import save as save
 from headway.compat.accelerate.modules.models import set_module_tensor_to_device as set_module_tensor_to_device
 from headway.compat.accelerate.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from headway.compat.accelerate.plugins import ParallelismConfig as ParallelismConfig
 from headway.compat.accelerate.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
 from headway.compat.accelerate.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin

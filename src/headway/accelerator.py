@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from headway.training import forecast as forecasts
     from headway.training import throughput, weight_stream
     from headway.training.checks import finite
-    from headway.training.checks import origin as origins
     from headway.training.checks import spikes as spike_checks
     from headway.training.replay import step as replay
     from headway.training.transforms import activation_checkpointing as recompute
@@ -103,7 +102,6 @@ else:
     throughput = Later("headway.training.throughput")
     weight_stream = Later("headway.training.weight_stream")
     finite = Later("headway.training.checks.finite")
-    origins = Later("headway.training.checks.origin")
     spike_checks = Later("headway.training.checks.spikes")
     forecasts = Later("headway.training.forecast")
 
@@ -297,14 +295,13 @@ class Accelerator(RankAware):
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         on_non_finite, on_spike = guards
-        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips
-        if on_spike is not None or on_non_finite is not None:
-            others, notes = lambda: self._run_state.custom, lambda: self._run_state.notes
-            around = origins.RunSurroundings(moments, self._events, runtime.hardware, others, notes, runtime.rank)
+        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips, self._events, runtime
         if on_spike is not None:
-            guard: StepGuard = spike_checks.build_spike_guard(on_spike, on_non_finite, *of_run, around)
+            guard: StepGuard = spike_checks.build_spike_guard(
+                on_spike, on_non_finite, *of_run, moments, lambda: self._run_state
+            )
         elif on_non_finite is not None:
-            guard = finite.build_guard(on_non_finite, *of_run, around)
+            guard = finite.build_guard(on_non_finite, *of_run)
         else:
             guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if runtime.world_size > 1:

@@ -392,7 +392,7 @@ def test_a_bar_on_one_process_of_a_machine(results):
 def sharded_by_its_function():
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
     from headway.compat.accelerate.files.sharded import fsdp2_prepare_model
-    from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 
     accelerator = AccelerateAccelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     torch.manual_seed(0)
@@ -442,7 +442,7 @@ def trained_in_shards(way, folder):
     from torch.distributed import fsdp
 
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
-    from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 
     os.environ |= FSDP_VARIABLES if way == "environment" else {}
     plugin = FullyShardedDataParallelPlugin(

@@ -18,8 +18,8 @@ from typing import Any
 
 import accelerate
 
-from headway.compat.accelerate.served.differences import answer
 from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
+from headway.compat.accelerate.served.surface import answer
 
 TESTS = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".md")

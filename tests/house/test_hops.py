@@ -116,5 +116,5 @@ def test_pieces_stay_in_their_room() -> None:
     added = {name for name in passed - WAY if not name.startswith("training/replay/")}
     # What goes back is asked of its owners: the registry, the RNG states; a vote passes checked collectives.
     assert added <= {"training/task.py", "training/prepared/objects.py", "runtime/collectives/tree.py",
-                     "runtime/collectives/checked.py", "runtime/collectives/cut.py",
+                     "runtime/collectives/checked.py", "runtime/collectives/tree.py",
                      "runtime/seed.py"}  # fmt: skip

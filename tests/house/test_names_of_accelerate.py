@@ -16,18 +16,21 @@ import pytest
 
 import headway
 from headway.compat.accelerate.members import Members
-from headway.compat.accelerate.served.differences import DIFFERENT, answer
 from headway.compat.accelerate.served.names import (
     AS_ACCELERATE,
+    DIFFERENT,
+    MEMBERS,
     MODULES,
     MODULES_AS_ACCELERATE,
+    NAMES,
+    REFUSED,
     RENAMED,
     SERVED,
+    SURFACE,
     find,
     find_as_accelerate,
 )
-from headway.compat.accelerate.served.not_served import MEMBERS, NAMES, REFUSED
-from headway.compat.accelerate.served.surface import SURFACE
+from headway.compat.accelerate.served.surface import answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from headway.checkpoint import folders
+from headway.checkpoint.folders import Locks
 from headway.checkpoint.format.manifest import read_manifest
 from headway.checkpoint.loading.files import read_state, verify
-from headway.checkpoint.lock import Locks
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState

@@ -9,7 +9,6 @@ In an object store the file is an object: written where there is none, and anew 
 (if-match). Who finds it watches whether it changes, by a clock of its own; nobody's time of day is compared with anybody's.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -20,6 +19,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from headway.common.object_path import ObjectPath
 from headway.common.untrusted import printable, read_regular
@@ -31,6 +31,7 @@ log = get_logger(__name__)
 BEAT, SILENCE = 5.0, 30.0
 """Seconds between two touches, and without any after which a holder counts as gone."""
 _MOST_BYTES = 65536
+_IN_USE, _TAKEN = "is in use by another run", "was taken by another run while this one did not respond"
 
 
 @dataclass(frozen=True)
@@ -80,26 +81,24 @@ class LockOwner:
         return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
-class FolderLock:
-    """The lock of one folder.
+class PlaceLock:
+    """The lock of one place; what makes it so is a file beside it, or an object.
 
     Args:
-        folder: what is held; the file lies beside it.
+        folder: what is held.
         run, start: the run that holds it, as `LockOwner` has them.
 
     Raises:
         CheckpointError: another run has it.
     """
 
+    _path: Any
+
     def __init__(self, folder: Path, run: str, start: str) -> None:
         self.start = start
-        self._run = run
-        self._folder = folder
+        self._run, self._folder = run, folder
         self._path = folder.with_name(f"{folder.name}.lock")
-        self._text = b""
-        self._pid = os.getpid()
-        self._over = threading.Event()
-        self._is_new = False
+        self._pid, self._over = os.getpid(), threading.Event()
         self._take()
 
     def check(self) -> None:
@@ -108,19 +107,47 @@ class FolderLock:
         Raises:
             CheckpointError: another run has taken it, as this one was silent for long.
         """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let others have it; nothing in a process that was forked."""
+        if os.getpid() == self._pid and not self._over.is_set():
+            self._over.set()
+            self._remove()
+
+    def _take(self) -> None:
+        raise NotImplementedError
+
+    def _remove(self) -> None:
+        raise NotImplementedError
+
+    def _is_own(self, text: bytes) -> bool:
+        """Is it of this start of the run, perhaps by another machine?"""
+        holder = _holder(text)
+        return holder is not None and holder.start == self.start
+
+    def _refusal(self, text: bytes, what: str) -> CheckpointError:
+        return CheckpointError(_told(self._folder, text, what))
+
+    def _warn(self, text: bytes) -> None:
+        log.warning("%s; waiting %g s for a sign of life", _told(self._folder, text, "was last used by"), SILENCE)
+
+
+class FolderLock(PlaceLock):
+    """The lock of a folder: a file beside it."""
+
+    _text = b""
+    _is_new = False
+
+    def check(self) -> None:
+        """Have it still; a file that somebody has removed is made again."""
         found = _read(self._path)
         if found is None:  # somebody has cleaned up
             self._take()
         elif not self._is_own(found[0]):
-            raise CheckpointError(
-                _told(self._folder, found[0], "was taken by another run while this one did not respond")
-            )
+            raise self._refusal(found[0], _TAKEN)
 
-    def release(self) -> None:
-        """Let others have it; nothing in a process that was forked."""
-        if os.getpid() != self._pid or self._over.is_set():
-            return
-        self._over.set()
+    def _remove(self) -> None:
         found = _read(self._path)
         if found is not None and found[0] == self._text:
             self._path.unlink(missing_ok=True)
@@ -146,10 +173,6 @@ class FolderLock:
         self._over = threading.Event()
         threading.Thread(target=_touch, args=(handle, self._over), name="headway-lock", daemon=True).start()
 
-    def _is_own(self, text: bytes) -> bool:
-        holder = _holder(text)
-        return holder is not None and holder.start == self.start
-
     def _wait_for_end(self) -> None:
         """Take away the file of a holder that is gone.
 
@@ -159,18 +182,15 @@ class FolderLock:
         first = found = _read(self._path)
         has_told = False
         while found is not None and first is not None and found[0] == first[0]:
-            holder = _holder(found[0])
-            lives = None if holder is None else holder.lives and not holder.is_here
+            lives = _lives(found[0])
             if lives or found[1] != first[1]:
-                raise CheckpointError(_told(self._folder, found[0], "is in use by another run"))
+                raise self._refusal(found[0], _IN_USE)
             if lives is False or _now(self._path) - found[1] > SILENCE:
                 self._displace(found[0])
                 return
             if not has_told:
                 has_told = True
-                log.warning(
-                    "%s; waiting %g s for a sign of life", _told(self._folder, found[0], "was last used by"), SILENCE
-                )
+                self._warn(found[0])
             time.sleep(1)
             found = _read(self._path)
 
@@ -184,43 +204,23 @@ class FolderLock:
             aside.unlink(missing_ok=True)
 
 
-class ObjectLock:
-    """The lock of a place in an object store.
-
-    Args:
-        folder: what is held; the object lies beside it.
-        run, start: the run that holds it, as `LockOwner` has them.
-
-    Raises:
-        CheckpointError: another run has it.
-    """
+class ObjectLock(PlaceLock):
+    """The lock of a place in an object store: an object beside it."""
 
     def __init__(self, folder: ObjectPath, run: str, start: str) -> None:
-        self.start = start
-        self._folder = folder
-        self._path: ObjectPath = folder.with_name(f"{folder.name}.lock")
         self._owner = asdict(LockOwner.here(run, start))
-        self._pid, self._over, self._requests = os.getpid(), threading.Event(), threading.Lock()
+        self._requests = threading.Lock()
         self._token, self._count, self._etag = secrets.token_hex(8), 0, ""
         self._is_lost = False
-        self._take()
+        super().__init__(folder, run, start)
 
     def check(self) -> None:
-        """Have it still, as the store says.
-
-        Raises:
-            CheckpointError: another run has taken it, as this one was silent for long.
-        """
+        """Have it still, as the store says."""
         if self._etag and not self._beat():
             found = self._path.client.get(self._path.key)
-            told = "was taken by another run while this one did not respond"
-            raise CheckpointError(_told(self._folder, b"" if found is None else found[0], told))
+            raise self._refusal(b"" if found is None else found[0], _TAKEN)
 
-    def release(self) -> None:
-        """Let others have it; nothing in a process that was forked."""
-        if os.getpid() != self._pid or self._over.is_set():
-            return
-        self._over.set()
+    def _remove(self) -> None:
         with contextlib.suppress(CheckpointError):  # it is found to be silent
             if self._etag and self._beat():  # nobody takes it in the next moments
                 self._path.unlink()
@@ -251,8 +251,7 @@ class ObjectLock:
         while not self._write(judged):
             found = client.get(key)
             if found is not None:
-                owner = _holder(found[0])
-                if owner is not None and owner.start == self.start:  # of another machine of the same run
+                if self._is_own(found[0]):  # by another machine
                     self._etag = ""
                     return
                 self._wait_for_end(*found)
@@ -265,10 +264,9 @@ class ObjectLock:
         Raises:
             CheckpointError: the holder lives.
         """
-        holder, client, key = _holder(text), self._path.client, self._path.key
-        lives = None if holder is None else holder.lives and not holder.is_here
+        client, key, lives = self._path.client, self._path.key, _lives(text)
         if lives is None:
-            log.warning("%s; waiting %g s for a sign of life", _told(self._folder, text, "was last used by"), SILENCE)
+            self._warn(text)
         until = time.monotonic() + (SILENCE if lives is None else 0)
         while time.monotonic() < until:
             time.sleep(min(1.0, SILENCE / 10))
@@ -279,60 +277,13 @@ class ObjectLock:
             if lives:
                 break
         if lives:
-            raise CheckpointError(_told(self._folder, text, "is in use by another run"))
+            raise self._refusal(text, _IN_USE)
 
     def _beats(self) -> None:
         while not self._over.wait(BEAT):
             with contextlib.suppress(CheckpointError):  # a store that is away for a while
                 if not self._beat():
                     return
-
-
-class Locks:
-    """The locks that this process has; several Accelerators of it may save into one folder."""
-
-    def __init__(self) -> None:
-        self._held: dict[Path, FolderLock | ObjectLock] = {}
-        atexit.register(self.release)
-
-    def start_of(self, folder: Path) -> str:
-        """Of the run that this process has locked a folder for; "" where it has not."""
-        known = self._held.get(folder)
-        return "" if known is None else known.start
-
-    def hold(self, folder: Path, run: str, start: str) -> None:
-        """Have a folder.
-
-        Raises:
-            CheckpointError: another run has it.
-        """
-        known = self._held.get(folder)
-        try:
-            if known is None:
-                self._held[folder] = (
-                    ObjectLock(folder, run, start) if isinstance(folder, ObjectPath) else FolderLock(folder, run, start)
-                )
-            else:
-                known.check()
-        except OSError as error:
-            log.warning_once("%s cannot be locked (%s): nothing keeps another run from saving there too", folder, error)
-
-    def prove(self, final: Path) -> None:
-        """Have what a checkpoint is to be committed in still, where it was locked.
-
-        Raises:
-            CheckpointError: another run has it.
-        """
-        for known in (self._held.get(final), self._held.get(final.parent)):
-            if known is not None:
-                known.check()
-
-    def release(self, folder: Path | None = None) -> None:
-        """Let go of a folder, or of all."""
-        for each in [folder] if folder is not None else list(self._held):
-            if (known := self._held.pop(each, None)) is not None:
-                with contextlib.suppress(OSError):
-                    known.release()
 
 
 def _touch(handle: int, over: threading.Event) -> None:
@@ -375,6 +326,12 @@ def _holder(text: bytes) -> LockOwner | None:
     except (ValueError, TypeError):
         return None
     return told if type(told.pid) is int else None
+
+
+def _lives(text: bytes) -> bool | None:
+    """Is who has written it another process, and there? None where only its touches tell."""
+    holder = _holder(text)
+    return None if holder is None else holder.lives and not holder.is_here
 
 
 def _told(folder: Path, text: bytes, what: str) -> str:

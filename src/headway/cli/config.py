@@ -14,7 +14,7 @@ import click
 
 from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
 from headway.common import env, optional
-from headway.compat.accelerate.launching.launch_flags import advice, explain_file_key
+from headway.compat.accelerate.launching.config_file import advice, explain_file_key
 from headway.compat.accelerate.launching.layout_words import explain_key
 from headway.config import mesh
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write

@@ -11,7 +11,7 @@ import click
 from headway.cli.options import JSON, GroupedCommand
 from headway.common import env
 from headway.common.text import format_bytes
-from headway.compat.accelerate.launching.launch_flags import explain_file_key
+from headway.compat.accelerate.launching.config_file import explain_file_key
 from headway.config.files import default_file, file_layer
 from headway.config.load import environment_layer, resolve
 from headway.errors import HeadwayError

@@ -330,7 +330,7 @@ def settings(
         detected: what the cluster says.
         foreign: what flags by Accelerate's words come to.
     """
-    from headway.compat.accelerate.launching.launch_flags import explain_file_key
+    from headway.compat.accelerate.launching.config_file import explain_file_key
     from headway.config.files import file_layer
 
     typed = {**command_line_layer(given), **(foreign or {})}

@@ -75,7 +75,7 @@ def command(
     named = dcp.read_folder(checkpoint) if manifest is None else _named(checkpoint, manifest, model)
     try:
         paths = dcp.write_folder(named, output) if to == "dcp" else save_weights(named, output, max_shard_size)
-        paths += copy_files(config or folders.contents(checkpoint), output)
+        paths += copy_files(config or folders.store_of(checkpoint).contents(), output)
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
     for path in paths:
@@ -89,9 +89,10 @@ def _named(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[s
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
+    from headway.checkpoint import folders
     from headway.checkpoint.loading.files import open_tensors, verify
 
-    if not isinstance(checkpoint, ObjectPath):  # of which what is read is compared as it comes
+    if not folders.store_of(checkpoint).verifies_on_read:  # of which what is read is compared as it comes
         logger.info("verifying %s", checkpoint)
         verify(checkpoint, manifest)
     return ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from headway.common.object_path import to_path
-from headway.compat.accelerate.launching.launch_flags import refuse
+from headway.compat.accelerate.launching.config_file import refuse
 from headway.config.launch import SETTINGS, LaunchSetting
 from headway.config.load import COMMAND_LINE, Value
 from headway.config.values import did_you_mean, from_text

@@ -39,6 +39,10 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
     def __fspath__(self) -> str:
         raise TypeError(f"{self} is in an object store, and has no path in the file system")
 
+    def __rtruediv__(self, other: Any) -> "ObjectPath":
+        """Itself: an absolute path, below whatever folder it is looked for."""
+        return self
+
     @property
     def client(self) -> ObjectClient:
         """Its bucket."""

@@ -14,8 +14,7 @@ from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
 from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import BaseSeed, LoaderGenerator
-from headway.data.sampling.order import LoadingRules, RandomSource, SampleOrder
+from headway.data.sampling.order import BaseSeed, LoaderGenerator, LoadingRules, RandomSource, SampleOrder
 from headway.data.sampling.rng import Agree
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to

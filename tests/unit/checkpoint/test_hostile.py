@@ -201,7 +201,7 @@ def test_folders_that_cannot_be_looked_into_are_said_to_be_none(tmp_path):
     assert explain(long).startswith(f"{long} does not exist")
     assert checkpoints_in(long) == []
     assert foreign_in(long) is None
-    for look in (read_manifest, folders.locate):
+    for look in (read_manifest, lambda path: folders.store_of(path).locate()):
         with pytest.raises(CheckpointError, match="does not exist"):
             look(long)
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from headway.checkpoint import lock
-from headway.checkpoint.lock import FolderLock, LockOwner, Locks
+from headway.checkpoint.folders import Locks
+from headway.checkpoint.lock import FolderLock, LockOwner
 from headway.errors import CheckpointError
 
 

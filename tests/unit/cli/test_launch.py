@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from headway.cli import launch, main
-from headway.compat.accelerate.launching.launch_flags import advice
+from headway.compat.accelerate.launching.config_file import advice
 from headway.launch.machine import Machine
 
 MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway import TrainingArguments
 from headway.errors import DataError
-from headway.runtime.collectives.cut import cut_rows
+from headway.runtime.collectives.tree import cut_rows
 from headway.trainer.data import (
     NUM_ITEMS,
     Collating,

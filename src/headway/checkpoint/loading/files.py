@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.folders import store_of
 from headway.checkpoint.format.chunks import TensorChunk, meeting, overlapping
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from headway.checkpoint.format.tensors import view_of
@@ -21,8 +22,7 @@ from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
-from headway.checkpoint.stores.fetched import FetchedCheckpoint, verify_objects
-from headway.common.object_path import ObjectPath
+from headway.checkpoint.stores.objects import FetchedCheckpoint
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
 from headway.weights.shards import SafetensorsHeader, bits
@@ -299,10 +299,11 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
         CheckpointError: with the first file that is not as it was.
     """
     found = read_manifest(folder) if manifest is None else manifest
-    if isinstance(folder, ObjectPath):
-        verify_objects(folder, found)
-        return found
-    read_files(folder, list(found.files.values()))
+    fetched = store_of(folder).fetched(found)
+    if fetched is None:
+        read_files(folder, list(found.files.values()))
+    else:
+        fetched.verify()
     return found
 
 
@@ -325,7 +326,7 @@ def read_state(
     """
     shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
     like = {} if placing is None else placing.like(manifest.aliases, shapes)
-    fetched = FetchedCheckpoint(folder, manifest) if isinstance(folder, ObjectPath) else None
+    fetched = store_of(folder).fetched(manifest)
     if fetched is not None:
         folder, is_verified = fetched.folder, False
     if like or fetched is not None:
@@ -368,7 +369,7 @@ def open_tensors(
     Raises:
         CheckpointError: a file lacks what the manifest places there.
     """
-    fetched = FetchedCheckpoint(folder, manifest) if isinstance(folder, ObjectPath) else None
+    fetched = store_of(folder).fetched(manifest)
     if fetched is not None:
         wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
         fetched.fetch_all(sorted({chunk.file for entry in wanted.values() for chunk in entry.chunks}))

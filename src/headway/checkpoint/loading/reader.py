@@ -16,8 +16,6 @@ from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.checkpoint.loading.files import TargetLayout, read_state, verify
 from headway.checkpoint.loading.reading import verify_share
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.stores import objects
-from headway.common.object_path import ObjectPath
 from headway.errors import CheckpointDamaged, CheckpointError
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
@@ -48,7 +46,7 @@ def hand_on(
     is_source = collectives.rank == source
     manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
-    staging = folders.staging_folder(folder, nonce)
+    staging = folders.store_of(folder).staging(nonce)
     held = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
     own = held[collectives.rank]
     is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
@@ -174,9 +172,9 @@ class CheckpointReader:
             manifest = read_manifest(folder) if is_held else None
             if manifest is not None and manifest.sha256 in self._damaged:
                 raise CheckpointError(self._damaged[manifest.sha256])
-            if isinstance(folder, ObjectPath):  # bytes are compared by who reads them, and read once
-                is_asked = manifest is not None and self._runtime.rank == 0
-                problem = objects.absent(folder, manifest) if manifest is not None and is_asked else None
+            store = folders.store_of(folder)
+            if store.verifies_on_read:
+                problem = store.absent(manifest) if manifest is not None and self._runtime.rank == 0 else None
                 manifest = None
             is_shared = manifest is not None and any(len(each.chunks) > 1 for each in manifest.tensors.values())
             if manifest is not None and is_shared and is_everywhere:
@@ -204,7 +202,7 @@ class CheckpointReader:
         failure: tuple[str, bool] | None = None
         sha256 = ""
         try:
-            folder = folders.locate(path)
+            folder = folders.store_of(path).locate()
             manifest = read_manifest(folder)
             sha256 = manifest.sha256
             is_known, self._verified = self._verified == (folder, manifest.sha256), None

@@ -16,7 +16,7 @@ import xxhash
 from headway.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.checkpoint.format.tensors import check_spec
 from headway.checkpoint.format.values import dtype_named
-from headway.checkpoint.stores.fetched import in_order
+from headway.checkpoint.stores.objects import in_order
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointDamaged, CheckpointError
 from headway.weights.shards import SafetensorsHeader, read_header

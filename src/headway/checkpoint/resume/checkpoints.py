@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headway.checkpoint.folders import store_of
 from headway.checkpoint.format.manifest import MANIFEST
 from headway.checkpoint.resume.arguments import check_changed
 from headway.checkpoint.resume.comparison import Restored
@@ -19,7 +20,7 @@ from headway.checkpoint.resume.run import RunState
 from headway.checkpoint.saving.place import CheckpointFolder
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
-from headway.common.object_path import ObjectPath, to_path
+from headway.common.object_path import to_path
 from headway.common.optional import Later
 from headway.config.run import Preemption, ProjectConfiguration
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
@@ -109,7 +110,7 @@ class Checkpoints:
         folder = None if place.is_automatic or output_dir is None else place.folder_for(output_dir)
         if place.is_automatic and place.project.project_dir is not None:
             self._held = place.parent()
-        elif isinstance(folder, ObjectPath):  # where no rename fails for the second of two
+        elif folder is not None and store_of(folder).needs_lock:
             if self._held not in (None, folder):
                 self.let_go()
             self._held = folder

@@ -43,7 +43,7 @@ def write(staging: Path, collectives: Collectives) -> None:
 
 def load(folder: Path) -> bool:
     """Put a checkpoint's artifacts into this machine's caches, before the first forward; says whether it did."""
-    path = folders.contents(folder) / FILE
+    path = folders.store_of(folder).contents() / FILE
     if not path.exists():
         return False
     try:

@@ -1,14 +1,18 @@
 """The last update in memory: checkpoints in a shared-memory folder that the launcher's agent holds, and that outlives the workers.
 
-They are written as any other, beside the next forward and backward, from the tensors themselves: parameters and what optimizers keep
-change in a step only, and each step waits for the commit. So a run that is started again by its agent has lost one update at
+They are written as any other, beside the next forward and backward, from the tensors themselves: parameters and what optimizers
+keep change in a step only, and each step waits for the commit. So a run that is started again by its agent has lost one update at
 most. Ranks exchange one small message for each, of where they stand in their data and their RNG states.
 
-The machines' folders are disks of their own: with whole models each holds all of it. Of sharded ones it holds its ranks' parts and
-those of the machine before it. A machine that comes in the place of a lost one is given what it lacks by the others.
+The machines' folders are disks of their own: with whole models each holds all of it. Of sharded ones it holds its ranks' parts
+and those of the machine before it (`NeighbourCopies`): ranks send what they have written on a gloo group of their own, behind the
+loop, and every machine learns what all parts are. So each commits the same manifest, over its own files and its neighbour's. A
+machine that comes in the place of a lost one is given what it lacks by the others.
 """
 
 import hashlib
+import json
+import os
 import secrets
 import shutil
 import time
@@ -19,6 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from headway.checkpoint import folders
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
@@ -26,7 +33,6 @@ from headway.checkpoint.loading.reader import hand_on
 from headway.checkpoint.loading.reading import read_files
 from headway.checkpoint.resume.run import RunState
 from headway.checkpoint.saving import writer
-from headway.checkpoint.saving.neighbours import NeighbourCopies
 from headway.checkpoint.saving.place import CheckpointFolder
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import in_pieces
@@ -35,7 +41,72 @@ from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
+from headway.runtime.group import MARGIN, part
+from headway.runtime.process import ProcessRuntime
 from headway.training.hooks import StepHooks
+
+
+class NeighbourCopies:
+    """Exchanges parts; every rank makes it, on its main thread.
+
+    Args:
+        runtime: this process.
+        machines: for each rank, which machine it is on, by any name.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, machines: Sequence[str]) -> None:
+        self._rank = runtime.rank
+        order = list(dict.fromkeys(machines))
+        ranks = [[rank for rank, name in enumerate(machines) if name == each] for each in order]
+        here = order.index(machines[self._rank])
+        before, after = ranks[here - 1], ranks[(here + 1) % len(order)]
+        own = ranks[here]
+        self._receiver = after[own.index(self._rank) % len(after)]
+        self._senders = [rank for number, rank in enumerate(before) if own[number % len(own)] == self._rank]
+        self._elsewhere = [rank for rank in range(len(machines)) if rank not in own]
+        self._never_here = [rank for rank in self._elsewhere if rank not in before] if own[0] == self._rank else []
+        self._group: Any = part(range(len(machines)), runtime.timeout + MARGIN)
+
+    def announce(self, staging: Path) -> None:
+        """Say, for the rank that commits on this machine, that the parts of other machines will come."""
+        for rank in self._elsewhere:
+            (staging / f".writing-{rank}").touch()
+
+    def exchange(self, staging: Path) -> None:
+        """Send this rank's part, and take those that come here; every rank calls it when its own is written.
+
+        Raises:
+            OSError, RuntimeError: a machine is gone, or the memory full.
+        """
+        told: list[str] = [""] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(told, (staging / f".written-{self._rank}").read_text(), group=self._group)
+            work = [
+                dist.isend(_mapped(staging / name, size), self._receiver, group=self._group)
+                for name, size, *_ in json.loads(told[self._rank])["files"]
+            ]
+            received = []  # the memory must live as long as the transfer
+            for rank in self._senders:
+                for name, size, *_ in json.loads(told[rank])["files"]:
+                    received.append(_mapped(staging / name, size))
+                    work.append(dist.irecv(received[-1], rank, group=self._group))
+            for each in work:
+                if each is not None:
+                    each.wait()
+        except BaseException:
+            for rank in self._senders:  # who commits need not wait for them
+                (staging / f".writing-{rank}").unlink(missing_ok=True)
+            raise
+        for rank in (*self._senders, *self._never_here):
+            working = staging / f".writing-{rank}"
+            working.write_text(told[rank])
+            os.replace(working, staging / f".written-{rank}")
+
+
+def _mapped(path: Path, size: int) -> torch.Tensor:
+    """The bytes of a file, which is made where it is not there."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
 
 log = get_logger(__name__)
 
@@ -218,7 +289,7 @@ class MemoryTier:
             self._share = writer.DiskShare(self._collectives.rank, len(groups), place == 0)
             self._neighbours = NeighbourCopies(self._run.runtime, groups)
         if place == 0:
-            folders.sweep(self._folder)
+            folders.store_of(self._folder).sweep()
         self._collectives.barrier()
         return True
 
@@ -266,7 +337,7 @@ class MemoryTier:
             except CheckpointError as error:
                 log.warning("a state in memory is skipped: %s", error, main_process_only=False)
                 with suppress(OSError):
-                    folders.remove(folder)
+                    folders.store_of(folder).remove()
         return found
 
     def is_newer(self, kept: Path, on_disk: Path | None) -> bool:

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from headway.checkpoint.folders import committed, copy_of, originals
+from headway.checkpoint.folders import committed, copy_of, originals, store_of
 from headway.checkpoint.format.foreign import explain, foreign_in, number_of
 from headway.checkpoint.format.manifest import MANIFEST, read_manifest
 from headway.checkpoint.loading.reader import CheckpointReader
-from headway.checkpoint.stores.objects import identity
-from headway.common.object_path import ObjectPath, to_path
+from headway.common.object_path import to_path
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError
 from headway.log import get_logger
@@ -53,7 +52,7 @@ class CheckpointFolder:
                 "automatic checkpoints need a place: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
             )
         place = to_path(self.project.project_dir)
-        return (place if isinstance(place, ObjectPath) else (self._began_in / place).absolute()) / FOLDER
+        return (self._began_in / place).absolute() / FOLDER
 
     # ---------------------------------------------------------------- save
 
@@ -70,8 +69,7 @@ class CheckpointFolder:
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
             place = to_path(output_dir).expanduser().absolute()
-            if isinstance(place, ObjectPath) and not place.key:
-                raise ConfigError(f"{place} is a whole bucket; give a place in it, such as {place}/checkpoint")
+            store_of(place).check_name()
             return place
         others = self._later_ones()
         if others:
@@ -88,7 +86,7 @@ class CheckpointFolder:
         if not self.is_automatic or self.project.project_dir is None:
             return None
         found = self._later_ones()
-        return (found[0], _identity(found[0])) if found else None
+        return (found[0], store_of(found[0]).identity()) if found else None
 
     def check_resumed(self) -> None:
         """Training begins: refuse it here, rather than at the first save, where an earlier run's checkpoints are in the way.
@@ -99,7 +97,7 @@ class CheckpointFolder:
         if self.earlier is None:
             return
         (folder, identity), self.earlier = self.earlier, None
-        if folder.parent == self.parent() and (folder / MANIFEST).exists() and _identity(folder) == identity:
+        if folder.parent == self.parent() and (folder / MANIFEST).exists() and store_of(folder).identity() == identity:
             raise CheckpointError(_used(folder))
 
     def best(self, folder: Path, metric: float | None, run: str | None) -> tuple[Path, ...]:
@@ -209,12 +207,3 @@ def _used(earlier: Path) -> str:
         f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Resume from it "
         "with accelerator.resume('latest') after prepare(), or give another project_dir"
     )
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    """Which file a checkpoint's manifest is."""
-    path = folder / MANIFEST
-    if isinstance(path, ObjectPath):
-        return identity(path)
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import read_manifest
-from headway.checkpoint.lock import Locks
 from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import ROWS, CollectedState, in_pieces
@@ -65,7 +64,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank: another run has it.
         """
-        locks, runtime = scope.own(Locks), self._runtime
+        locks, runtime = scope.own(folders.Locks), self._runtime
         process.at_end(locks.release)
         start = secrets.token_hex(8)
         own = run or start, locks.start_of(parent) or start
@@ -91,7 +90,7 @@ class Saver:
     def let_go(self, parent: Path) -> None:
         """Let others save into the folder, where nothing is being written."""
         if not self.is_busy:
-            scope.own(Locks).release(parent)
+            scope.own(folders.Locks).release(parent)
 
     def save(
         self,

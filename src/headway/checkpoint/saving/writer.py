@@ -25,7 +25,7 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFil
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
 from headway.checkpoint.saving.snapshot import SavePoint, ShardedTensors, entries, pattern_of
 from headway.checkpoint.state import CollectedState
-from headway.common.object_path import ObjectPath
+from headway.checkpoint.stores.disk import sync_folder
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.runtime import pulse
@@ -34,8 +34,6 @@ from headway.weights.pieces import ShardPiece
 from headway.weights.shards import dtype_name
 
 log = get_logger(__name__)
-
-_POLL, _POLL_OBJECTS = 0.005, 0.1
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class SaveJob:
     @property
     def staging(self) -> Path:
         """Where it is prepared."""
-        return folders.staging_folder(self.final, self.nonce)
+        return folders.store_of(self.final).staging(self.nonce)
 
     def rotate(self) -> None:
         """Remove older checkpoints of this run, now that this one is there."""
@@ -164,9 +162,9 @@ def begin(job: SaveJob) -> None:
     if "\0" in str(job.final):
         raise CheckpointError(f"{str(job.final)!r} holds a NUL, which no name of a folder can; give another one")
     if job.share.leads:
-        folders.check_target(job.final)
+        folders.store_of(job.final).check_target()
         job.final.parent.mkdir(parents=True, exist_ok=True)
-        folders.sweep(job.final.parent, None if job.policy.owns_parent else job.final.name)
+        folders.store_of(job.final.parent).sweep(None if job.policy.owns_parent else job.final.name)
         job.staging.mkdir()
 
 
@@ -243,7 +241,7 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     # It is committed: nothing that fails now may say otherwise.
     try:
         if job.policy.is_told:
-            folders.point_latest(job.final)
+            folders.store_of(job.final).point_latest()
     except (OSError, ValueError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     try:
@@ -302,7 +300,7 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
                 raise CheckpointError(
                     f"part {part} of {job.share.num_parts} of {job.final} was not written in {job.policy.timeout:g} s"
                 )
-            time.sleep(_POLL_OBJECTS if isinstance(done, ObjectPath) else _POLL)
+            time.sleep(folders.store_of(done).poll)
         told = json.loads(done.read_text())
         for name, num_bytes, digests, piece in told.pop("files"):
             files[name] = WrittenFile(name, num_bytes, tuple(digests), piece)
@@ -318,7 +316,7 @@ def _added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, W
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
         if path.is_dir():
-            folders.sync_folder(path)
+            sync_folder(path)
         elif name not in known:
             added[name] = describe(path, name)
     return added
@@ -364,7 +362,7 @@ def abandon(job: SaveJob) -> None:
     """Remove the staging folder of a save that failed."""
     if job.share.leads:
         with suppress(OSError, ValueError, CheckpointError):  # the second one: of a name that no folder can have
-            folders.abandon(job.staging)
+            folders.store_of(job.staging).abandon()
 
 
 class BackgroundSave:

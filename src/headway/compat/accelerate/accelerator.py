@@ -18,14 +18,12 @@ from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration
+from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.data.batches import convert_to_fp32
-from headway.compat.accelerate.data.exchange import gather_and_cut
+from headway.compat.accelerate.data.exchange import gather_and_cut, is_per_sample
 from headway.compat.accelerate.data.loading import AccelerateRules
-from headway.compat.accelerate.data.metrics import is_per_sample
 from headway.compat.accelerate.files.checkpoints import Reader, Writer, is_accelerates, newest_in
-from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from headway.compat.accelerate.layouts import DistributedType
-from headway.compat.accelerate.plugins import ParallelismConfig
+from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
 from headway.compat.accelerate.recipes import usable
 from headway.compat.accelerate.trackers import makers

@@ -1,8 +1,14 @@
-"""Accelerate's constants: the files of its checkpoint folders, words of its settings, versions it asks for. Facts, no settings."""
+"""Accelerate's constants and enumerations: names of files, names of layouts, versions it asks for. Facts, no settings."""
 
 import operator
+from enum import Enum, EnumMeta
+from typing import Any
 
 import torch
+
+from headway.config.launch import Spelled
+from headway.config.layout_choice import ResolvedLayout
+from headway.runtime.process import ProcessRuntime
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -63,3 +69,109 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     torch.nn.ConvTranspose3d,
     torch.nn.Linear,
 )
+
+
+class DistributedType(str, Enum):
+    """How work is shared. Headway's are NO, FSDP, DEEPSPEED and MULTI_*, by the kind of device (GPU: any without a name)."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    TPU = "XLA"  # noqa: PIE796 - the older name of the same member
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(Spelled):
+    """Values of `mixed_precision`."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(Spelled):
+    """Random streams, for `rng_types`."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
+    """What Accelerate calls this process's surroundings; with a layout of shards, FSDP or DEEPSPEED."""
+    if runtime.world_size == 1:
+        return DistributedType.NO
+    if chosen is not None and chosen.layout.num_shards > 1:
+        return DistributedType.DEEPSPEED if chosen.is_deepspeed else DistributedType.FSDP
+    kind = runtime.hardware.kind
+    return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
+
+
+class EnumWithContains(EnumMeta):
+    """Enumerations that answer `value in Kind` for values too."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration whose text is its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[Any]:
+        """All values."""
+        return [each.value for each in cls]
+
+
+class ComputeEnvironment(str, Enum):
+    """Where a script runs; Headway starts on machines, not through SageMaker."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(str, Enum):
+    """SageMaker's own ways to share work; Headway has none of them."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class FP8BackendType(str, Enum):
+    """The engine for float8; in Headway it is AO, torchao."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Accelerate's warning about nested tensors that it does not pad; Headway never emits it."""

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import torch
 
 from headway.accelerator import Accelerator
-from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
-from headway.compat.accelerate.served.not_served import member_advice
+from headway.compat.accelerate.served.names import member_advice
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.config.values import did_you_mean
 from headway.errors import AttributeNotServed, ConfigError, UnsupportedError

@@ -1,17 +1,210 @@
-"""Accelerate's dataclasses for layouts: the same names, fields and checks; each says by itself what it asks for."""
+"""Accelerate's dataclasses for layouts, sharding among them: the same fields and checks; each says by itself what it asks for."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar
 
 from headway.common import env
 from headway.common.optional import Later
-from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from headway.compat.accelerate.launching.layout_words import read_size
+from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
 from headway.config.layout_choice import ResolvedLayout
 from headway.config.layout_request import LayoutRequest, TorchContextParallelConfig
 from headway.config.parallelism import ShardingOptions
 from headway.errors import ConfigError
+
+fsdp = Later("torch.distributed.fsdp")
+configs = Later("torch.distributed.fsdp.api")
+wrap = Later("torch.distributed.fsdp.wrap")
+torch = Later("torch")
+
+_OF_VERSION_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
+_TRUTHS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+_VARIABLES = {"cpu_offload": "FSDP_OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_POLICIES = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
+"""Fields that the environment fills in under one policy alone."""
+_DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of a sharded layout by Accelerate's names. Both versions of its keys are read; FSDP2 is what runs.
+
+    Fields become torch's enumerations and policies, as in Accelerate; one that is None takes what `FSDP_<NAME>` in the
+    environment says. What neither says is decided by the launcher's flags, the config file or Headway.
+
+    Attributes:
+        fsdp_version: 1 (default) or 2, by which the other fields are read; 2 once an Accelerator uses the plugin.
+        sharding_strategy: version 1's "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD" or "HYBRID_SHARD_ZERO2".
+        reshard_after_forward: free a block's whole parameters between forward and backward; or a word as above.
+        cpu_offload: shards, gradients and optimizer state lie in host memory.
+        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or one of torch's policies.
+        transformer_cls_names_to_wrap: class names of the blocks.
+        min_num_params: parameters from which a module is gathered on its own.
+        mixed_precision_policy: "bf16", "fp16", "fp32", a dict of dtypes, or torch's MixedPrecisionPolicy.
+        activation_checkpointing, activation_checkpointing_offload: compute activations of blocks again; keep their inputs in
+            host memory.
+        state_dict_type, state_dict_config, optim_state_dict_config: change nothing: checkpoints are sharded, `save_model`
+            writes whole weights. Accelerate's `save_fsdp_model` goes by the first.
+        backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
+            cpu_ram_efficient_loading: change nothing: FSDP2 and prepare() do what they ask for.
+        ignored_modules, param_init_fn: refused by the Accelerator.
+
+    Raises:
+        ConfigError: a value that the field cannot have.
+    """
+
+    argument: ClassVar[str] = "fsdp_plugin"
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: str | Callable[..., Any] | None = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[Any] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[..., Any] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        self._read_environment()
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ConfigError("activation_checkpointing_offload=True needs activation_checkpointing=True; give both")
+        word = self.reshard_after_forward
+        is_second = self.fsdp_version == 2 and self.sharding_strategy is None
+        if is_second and isinstance(word, str) and word.lower() not in ("true", "false"):
+            raise ConfigError(
+                f"reshard_after_forward={word!r} is a value of FSDP1; with fsdp_version=2 give True or False"
+            )
+        self._given = {
+            name: value
+            for name, value in self._values().items()
+            if value is not None and (name != "limit_all_gathers" or not value)
+        }
+        self._become(self.fsdp_version or 1)
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def _read_environment(self) -> None:
+        """Fill in what was not given, as far as the version and the policy have it."""
+        self.fsdp_version = env.get_int("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
+        unread = {"sharding_strategy", *_OF_VERSION_1} if self.fsdp_version == 2 else {"reshard_after_forward"}
+        unread |= {"mixed_precision_policy", "param_init_fn", "state_dict_config", "optim_state_dict_config"}
+        for name, value in self._values().items():
+            text = env.get(_VARIABLES.get(name, f"FSDP_{name.upper()}"))
+            policy = _POLICIES.get(name, str(self.auto_wrap_policy).upper())
+            if value is None and text and name not in unread and policy == str(self.auto_wrap_policy).upper():
+                setattr(self, name, text)
+
+    def request_layout(self, request: LayoutRequest) -> None:
+        """Ask for what the fields say that were given, or set since; from now on they are those of version 2, which runs."""
+        now = self._values()
+        self._given |= {name: now[name] for name in now if now[name] is not self._shown[name]}
+        self._read(self.argument, request)
+        self._become(2)
+
+    def _read(self, name: str, into: LayoutRequest) -> LayoutRequest:
+        """What the fields that were given say, each under `name.field`."""
+        into.use_shards(name)
+        for each, value in self._given.items():
+            read_fsdp(into, each.removeprefix("fsdp_"), value, f"{name}.{each}")
+        return into
+
+    def _become(self, version: int) -> None:
+        """Fill the fields with what torch has for this version."""
+        settings = self._read(type(self).__name__, LayoutRequest()).settings
+        offloads = bool(settings.get("fsdp_offload_params", (False, ""))[0])
+        self.fsdp_version = version
+        if version == 2:
+            self.backward_prefetch = self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
+            self.reshard_after_forward = bool(settings.get("fsdp_reshard_after_forward", (True, ""))[0])
+            self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
+        else:
+            word = self.reshard_after_forward
+            self.sharding_strategy = _member(fsdp.ShardingStrategy, self.sharding_strategy or "FULL_SHARD")
+            self.reshard_after_forward = _member(fsdp.ShardingStrategy, word) if isinstance(word, str) else word
+            self.backward_prefetch = _member(fsdp.BackwardPrefetch, self.backward_prefetch)
+            self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
+        for name in (*_TRUTHS, *(_OF_VERSION_1 if version == 1 else ())):
+            value = getattr(self, name)
+            setattr(self, name, env.parse_bool(value, name) if isinstance(value, str) else bool(value))
+        self._read_policies()
+        self.set_state_dict_type()
+        self._shown = self._values()
+
+    def _read_policies(self) -> None:
+        if isinstance(self.auto_wrap_policy, str):
+            known = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
+            self.auto_wrap_policy = dict(zip((*_POLICIES.values(), "NO_WRAP"), known))[self.auto_wrap_policy.upper()]
+        names = self.transformer_cls_names_to_wrap
+        if isinstance(names, str) and self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
+            self.transformer_cls_names_to_wrap = names.split(",")
+        if self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            self.min_num_params = int(self.min_num_params or 0)
+        if isinstance(self.mixed_precision_policy, str):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        elif isinstance(self.mixed_precision_policy, dict):
+            given = {name: _dtype(value) for name, value in self.mixed_precision_policy.items()}
+            self.mixed_precision_policy = self._precision_kind(**given)
+
+    @property
+    def _precision_kind(self) -> Any:
+        return fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set the kind: checkpoints stay sharded, `save_model` and `get_state_dict` give whole weights."""
+        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        kind = _member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
+        self.state_dict_type, (word, _, _) = kind, kind.name.title().partition("_")
+        options = {"offload_to_cpu": True, **({"rank0_only": True} if word == "Full" else {})}
+        if self.state_dict_config is None and word != "Local":
+            self.state_dict_config = getattr(configs, f"{word}StateDictConfig")(**options)
+        if self.optim_state_dict_config is None and word != "Local":
+            self.optim_state_dict_config = getattr(configs, f"{word}OptimStateDictConfig")(**options)
+
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Nothing to do: blocks are found when a model is prepared."""
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Say the policy, before the Accelerator is built; one that was given stays unless `override`."""
+        if override or self.mixed_precision_policy is None:
+            dtype = _dtype(mixed_precision)
+            of_buffers = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
+            more = of_buffers if self.fsdp_version == 1 else {"output_dtype": dtype}
+            self.mixed_precision_policy = self._precision_kind(param_dtype=dtype, reduce_dtype=dtype, **more)
+
+
+def _dtype(given: Any) -> Any:
+    return getattr(torch, _DTYPES.get(given, given)) if isinstance(given, str) else given
+
+
+def _member(kind: Any, value: Any) -> Any:
+    """The enumeration's member of that name or number; None for "NO_PREFETCH", which torch has no member for.
+
+    Raises:
+        ConfigError: another word.
+    """
+    word = str(getattr(value, "name", value)).upper()
+    if value is None or (word in ("NO_PREFETCH", "3") and kind is fsdp.BackwardPrefetch):
+        return None
+    found = next((each for each in kind if word in (each.name, str(each.value))), None)
+    if found is None:
+        raise ConfigError(f"{value!r} is no {kind.__name__}; allowed: {', '.join(each.name for each in kind)}")
+    return found
+
 
 meshes = Later("torch.distributed.device_mesh")
 

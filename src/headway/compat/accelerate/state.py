@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from headway.compat.accelerate.layouts import DistributedType, distributed_type
+from headway.compat.accelerate.constants import DistributedType, distributed_type
 from headway.compat.accelerate.plugins import (
+    FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchTensorParallelPlugin,
     fsdp_plugin_of,

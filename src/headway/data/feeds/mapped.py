@@ -18,8 +18,7 @@ from headway.data.feeds.worker import (
     is_read_one_by_one,
     rebuild,
 )
-from headway.data.sampling.draws import BaseSeed
-from headway.data.sampling.order import SampleOrder
+from headway.data.sampling.order import BaseSeed, SampleOrder
 from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, WindowSplit, mark_last
 from headway.errors import DataError
 from headway.log import get_logger

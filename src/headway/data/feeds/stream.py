@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import rebuild
-from headway.data.sampling.draws import BaseSeed
+from headway.data.sampling.order import BaseSeed
 from headway.data.sampling.rng import Agree, DatasetRNGStates, OwnGenerators
 from headway.data.sampling.shard import RankBatch, SampleSplit, WindowSplit, mark_last
 from headway.errors import DataError, HeadwayWarning

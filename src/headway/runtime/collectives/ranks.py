@@ -13,8 +13,7 @@ import torch
 from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.cut import split
-from headway.runtime.collectives.tree import Tree
+from headway.runtime.collectives.tree import Tree, split
 from headway.runtime.device import is_kind
 from headway.runtime.process import ProcessRuntime, current
 from headway.runtime.seed import digests, mix, read_states, reseed, write_states
@@ -153,7 +152,7 @@ class RankAware:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of `inputs`: see `headway.runtime.collectives.cut.split`."""
+        """Yield this process's part of `inputs`: see `headway.runtime.collectives.tree.split`."""
         yield split(inputs, self.num_processes, self.process_index, apply_padding)
 
     def set_trigger(self) -> None:

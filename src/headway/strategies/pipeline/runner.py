@@ -19,8 +19,7 @@ from headway.errors import CollectiveError, HeadwayError, LossError, PeerOutOfMe
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives.checked import Collectives
-from headway.runtime.collectives.cut import cut_rows, slice_bounds
-from headway.runtime.collectives.tree import Tree, find_batch_size
+from headway.runtime.collectives.tree import Tree, cut_rows, find_batch_size, slice_bounds
 from headway.strategies.fully_sharded.fsdp_state import seen
 from headway.strategies.pipeline.stage_forward import CallCache, ModuleRouter, signature
 

@@ -15,17 +15,20 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
+from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.checks.origin import NanOrigin, RunSurroundings, WindowReplay
+from headway.training.checks.origin import NanOrigin, WindowReplay
 from headway.training.hooks import SkippedUpdates
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.step import StepGuard
@@ -433,7 +436,8 @@ def build_guard(
     precision: Precision,
     strategy: Strategy,
     skips: SkippedUpdates,
-    around: RunSurroundings,
+    events: LoaderEvents,
+    runtime: ProcessRuntime,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 
@@ -441,17 +445,13 @@ def build_guard(
         ConfigError: an unknown action.
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-    scaled, replay = has_scaler(precision, strategy), build_replay(policy, windows, prepared, around)
+    scaled, replay = has_scaler(precision, strategy), build_replay(policy, prepared, windows, events, runtime)
     return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
 
 
-def build_replay(
-    policy: NonFinitePolicy, windows: AccumulationWindows, prepared: PreparedObjects, around: RunSurroundings
-) -> WindowReplay | None:
-    """What runs a bad window again, where the policy wants it."""
-    if not (policy.explains or policy.action == "explain"):
-        return None
-    return WindowReplay(prepared, windows, around.events, around.hardware, around.rank)
+def build_replay(policy: NonFinitePolicy, *of_run: Any) -> WindowReplay | None:
+    """What runs a bad window again, where the policy wants it; the rest is for `WindowReplay`."""
+    return WindowReplay(*of_run) if policy.explains or policy.action == "explain" else None
 
 
 def has_scaler(precision: Precision, strategy: Strategy) -> bool:

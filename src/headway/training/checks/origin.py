@@ -12,7 +12,7 @@ autograd's sequence numbers, and to the line that anomaly mode has noted for it.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.common.callsite import Frame, is_users, stack
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.runtime.collectives.tree import find_batch_size, tensors
-from headway.runtime.device import Hardware
+from headway.runtime.process import ProcessRuntime
 from headway.strategies.fully_sharded.dtensors import local
-from headway.training.hooks import StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.rewind import StateHolder
 from headway.training.replay.snapshot import BatchSnapshot
 from headway.training.windows import AccumulationWindows
 
@@ -40,27 +38,6 @@ _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
 _TORCH = torch.__file__.removesuffix("__init__.py")
 """Its home, which may lie outside of this environment."""
 _NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
-
-
-@dataclass(frozen=True)
-class RunSurroundings:
-    """What of a run a guard needs that goes back.
-
-    Attributes:
-        moments: of its step.
-        events: of its loaders.
-        hardware: whose generator belongs to its state.
-        others: the objects that are registered for checkpoints; asked late, as `notes`.
-        notes: what goes into the manifests of its checkpoints.
-        rank: of this process.
-    """
-
-    moments: StepHooks
-    events: LoaderEvents
-    hardware: Hardware
-    others: Callable[[], Sequence[StateHolder]]
-    notes: Callable[[], dict[str, Any]]
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -283,8 +260,8 @@ class WindowReplay:
     """Keeps what a window needs to be run again, and has its loader give it again.
 
     Args:
-        prepared, windows, events, hardware: of the run.
-        rank: of this process.
+        prepared, windows, events: of the run.
+        runtime: this process.
 
     Attributes:
         tracer: looks at the window that is being run again; None: none is.
@@ -296,12 +273,11 @@ class WindowReplay:
         prepared: PreparedObjects,
         windows: AccumulationWindows,
         events: LoaderEvents,
-        hardware: Hardware,
-        rank: int,
+        runtime: ProcessRuntime,
     ) -> None:
-        self._prepared, self._windows, self._rank = prepared, windows, rank
+        self._prepared, self._windows, self._rank = prepared, windows, runtime.rank
         self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=256)
-        self._snapshot = BatchSnapshot(prepared, (), hardware)
+        self._snapshot = BatchSnapshot(prepared, (), runtime.hardware)
         self._is_armed_for: PreparedLoader | None = None
         self.tracer: OperationTracer | None = None
         self.is_spent = False

@@ -22,20 +22,21 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, SpikeError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.events import RunEvent, notify, subscribe
+from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.training.checks.finite import FiniteGuard, NonFinitePolicy, build_replay, has_scaler
-from headway.training.checks.origin import RunSurroundings
-from headway.training.hooks import SkippedUpdates
+from headway.training.hooks import SkippedUpdates, StepHooks
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.replay.rewind import Rewind
+from headway.training.replay.snapshot import Rewind, StateHolder
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
@@ -318,6 +319,16 @@ class SpikeGuard(FiniteGuard):
         return f"{'; '.join(told) or f'the gradient norm was {self._norm:.4g}'} ({seen})"
 
 
+class RegisteredState(Protocol):
+    """What of a run's state its user or a guard adds: objects registered for checkpoints, and notes for their manifests."""
+
+    notes: dict[str, Any]
+
+    @property
+    def custom(self) -> Sequence[StateHolder]:
+        """The objects."""
+
+
 def build_spike_guard(
     chosen: str | SpikePolicy,
     on_non_finite: str | NonFinitePolicy | None,
@@ -327,9 +338,12 @@ def build_spike_guard(
     precision: Precision,
     strategy: Strategy,
     skips: SkippedUpdates,
-    around: RunSurroundings,
+    events: LoaderEvents,
+    runtime: ProcessRuntime,
+    moments: StepHooks,
+    state: Callable[[], RegisteredState],
 ) -> SpikeGuard:
-    """The guard that is asked for; arguments as for `finite.build_guard`.
+    """The guard that is asked for; arguments as for `finite.build_guard`, and the run's state, which is asked late.
 
     Raises:
         ConfigError: an unknown action.
@@ -345,13 +359,13 @@ def build_spike_guard(
     def make_rewind(guard: SpikeGuard) -> Rewind:
         strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
         counters = strategy, guard
-        rewind = Rewind(policy.updates, prepared, windows, clock, around.hardware, counters, around.others)
-        around.events.asked.append(rewind.before_fetch)
-        around.moments.before_learning.append(rewind.before_learning)
+        rewind = Rewind(policy.updates, prepared, windows, clock, runtime.hardware, counters, lambda: state().custom)
+        events.asked.append(rewind.before_fetch)
+        moments.before_learning.append(rewind.before_learning)
         return rewind
 
     own = on_non_finite if isinstance(on_non_finite, NonFinitePolicy) else NonFinitePolicy(on_non_finite or "skip")
-    replay = build_replay(own, windows, prepared, around)
+    replay = build_replay(own, prepared, windows, events, runtime)
     parts = (own, windows, prepared, clock, strategy, False, skips, replay)
     goes_back = make_rewind if policy.action == "go_back" else None
-    return SpikeGuard(policy, parts, on_non_finite is not None, around.notes, goes_back)
+    return SpikeGuard(policy, parts, on_non_finite is not None, lambda: state().notes, goes_back)

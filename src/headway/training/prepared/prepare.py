@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import LoaderGenerator
-from headway.data.sampling.order import LoadingRules
+from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt

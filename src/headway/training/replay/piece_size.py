@@ -11,7 +11,7 @@ import torch
 
 from headway.memory.monitor import PeakReader
 from headway.memory.use import free_bytes
-from headway.runtime.collectives.cut import slice_bounds
+from headway.runtime.collectives.tree import slice_bounds
 from headway.runtime.device import Hardware
 
 FIRST_PATIENCE = 16

@@ -8,8 +8,7 @@ import torch
 
 from headway.errors import StateError
 from headway.precision.base import Precision
-from headway.runtime.collectives.cut import cut_rows
-from headway.runtime.collectives.tree import Tree, find_batch_size, tensors
+from headway.runtime.collectives.tree import Tree, cut_rows, find_batch_size, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.training.hooks import StepHooks

@@ -16,6 +16,7 @@ from headway.checkpoint.format.tensors import describe, write_shard
 from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.saving import writer
 from headway.checkpoint.state import CollectedState
+from headway.checkpoint.stores import disk
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
 from tests.unit.checkpoint.reading import read_tensors
@@ -100,7 +101,7 @@ def test_saving_again_exchanges_the_checkpoint(tmp_path):
 
 
 def test_saving_again_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders.sys, "platform", "other")
+    monkeypatch.setattr(disk.sys, "platform", "other")
     save(tmp_path)
     save(tmp_path, nonce="1" * 16, about={"num_updates": 8})
     assert read_manifest(tmp_path / "checkpoint_1").about == {"num_updates": 8}
@@ -110,11 +111,11 @@ def test_saving_again_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
 def test_a_checkpoint_that_stepped_aside_is_found_and_kept(tmp_path):
     save(tmp_path)
     (tmp_path / "checkpoint_1").rename(tmp_path / ".replaced-checkpoint_1")
-    assert folders.locate(tmp_path / "checkpoint_1").name == ".replaced-checkpoint_1"
-    folders.sweep(tmp_path)
-    assert folders.locate(tmp_path / "checkpoint_1").name == ".replaced-checkpoint_1"
+    assert folders.store_of(tmp_path / "checkpoint_1").locate().name == ".replaced-checkpoint_1"
+    folders.store_of(tmp_path).sweep()
+    assert folders.store_of(tmp_path / "checkpoint_1").locate().name == ".replaced-checkpoint_1"
     save(tmp_path, nonce="1" * 16)
-    folders.sweep(tmp_path)
+    folders.store_of(tmp_path).sweep()
     assert not (tmp_path / ".replaced-checkpoint_1").exists()
 
 
@@ -147,8 +148,10 @@ def test_litter_is_swept_and_nothing_else(tmp_path):
     ):
         (tmp_path / name).mkdir()
     (tmp_path / ".hidden").mkdir()
-    assert [path.name for path in folders.sweep(tmp_path, "checkpoint_1")] == [".staging-checkpoint_1-0123456789abcdef"]
-    folders.sweep(tmp_path)
+    assert [path.name for path in folders.store_of(tmp_path).sweep("checkpoint_1")] == [
+        ".staging-checkpoint_1-0123456789abcdef"
+    ]
+    folders.store_of(tmp_path).sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "checkpoint_1", "latest"]
 
 
@@ -170,7 +173,7 @@ def test_a_missing_manifest_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint_1" / MANIFEST).unlink()
     assert folders.committed(tmp_path) == []
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        folders.locate(tmp_path / "checkpoint_1")
+        folders.store_of(tmp_path / "checkpoint_1").locate()
 
 
 SMALL = Manifest({"a": TensorEntry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},

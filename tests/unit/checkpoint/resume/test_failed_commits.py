@@ -10,6 +10,7 @@ import torch
 from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import read_manifest
 from headway.checkpoint.loading.files import verify
+from headway.checkpoint.stores import disk
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.resume.test_methods import build, names
 
@@ -28,7 +29,7 @@ def test_a_rename_that_the_disk_does_not_confirm_is_undone(is_exchange, monkeypa
     hashed = read_manifest(before).sha256
     with torch.no_grad():
         model.weight.add_(1)
-    real, failed = folders.sync_folder, []
+    real, failed = disk.sync_folder, []
 
     def fails(folder):
         if folder == before.parent and not failed:
@@ -36,7 +37,7 @@ def test_a_rename_that_the_disk_does_not_confirm_is_undone(is_exchange, monkeypa
             raise OSError(5, "Input/output error", str(folder))
         real(folder)
 
-    monkeypatch.setattr(folders, "sync_folder", fails)
+    monkeypatch.setattr(disk, "sync_folder", fails)
     with pytest.raises(CheckpointError, match="was not saved"):
         accelerator.save_state(target)
     assert failed

@@ -13,8 +13,7 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manif
 from headway.checkpoint.format.tensors import PieceHashes, write_shard
 from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.lock import ObjectLock
-from headway.checkpoint.stores import objects
-from headway.checkpoint.stores.fetched import FetchedCheckpoint
+from headway.checkpoint.stores.objects import FetchedCheckpoint, ObjectStore
 from headway.common.object_client import ObjectClient
 from headway.common.object_path import ObjectPath, to_path
 from headway.errors import CheckpointError, ConfigError, ObjectStoreError
@@ -88,7 +87,7 @@ def test_conditions(bucket):
 def written(url, value=1.0, nonce="0123456789abcdef"):
     """A checkpoint of one tensor in two boxes and one whole one, committed; its folder."""
     final = to_path(url)
-    staging = folders.staging_folder(final, nonce)
+    staging = folders.store_of(final).staging(nonce)
     files = [
         write_shard(staging / f"model-{part:05d}.safetensors", [("model/0/w", torch.full((300, 4), value + part))])
         for part in range(2)
@@ -124,7 +123,7 @@ def test_a_commit_needs_all_parts(bucket):
     key = (final / "data-0123456789abcdef" / "model-00001.safetensors").part(1)
     for spoil in (lambda: bucket.put(key, b"short"), lambda: bucket.delete([key])):
         spoil()
-        assert key in (objects.absent(final, manifest) or "")
+        assert key in (ObjectStore(final).absent(manifest) or "")
     staging = to_path("s3://bucket/checkpoint_2/data-0123456789abcdef")
     bare = Manifest({}, {"x": PieceHashes().written("x")}, {}, {}, {})
     with pytest.raises(CheckpointError, match="is not there"):
@@ -237,7 +236,7 @@ def test_a_commit_that_is_never_answered_keeps_its_files(bucket, monkeypatch, ha
         written("s3://bucket/checkpoint_2")
     monkeypatch.setattr(ObjectClient, "put", plain)
     final = to_path("s3://bucket/checkpoint_2")
-    folders.abandon(final / "data-0123456789abcdef")
+    folders.store_of(final / "data-0123456789abcdef").abandon()
     if has_come_through:
         verify(final)
     else:
@@ -265,8 +264,8 @@ def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, i
     bare = Manifest({}, files, {}, {}, {})
     if is_removed:
         with pytest.raises(CheckpointError, match="taken"):
-            objects.commit(staging, final, bare, fence)
+            ObjectStore(final).commit(staging, bare, fence)
         assert not (final / "manifest.json").exists()
     else:
-        objects.commit(staging, final, bare, fence)
+        ObjectStore(final).commit(staging, bare, fence)
         verify(final)

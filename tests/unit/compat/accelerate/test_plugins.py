@@ -12,8 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 import headway
 from headway import Accelerator
 from headway.common import env
-from headway.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from headway.compat.accelerate.plugins import ParallelismConfig
+from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.config.engines import TorchDynamoPlugin
 from headway.config.layout_request import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError

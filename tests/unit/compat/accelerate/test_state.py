@@ -8,7 +8,7 @@ import torch
 
 from headway import Accelerator
 from headway.compat.accelerate import state
-from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process

@@ -12,8 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headway.data.sampling.draws import LoaderGenerator
-from headway.data.sampling.order import DrawnOrder, PureOrder, SamplerOrder, permutation
+from headway.data.sampling.order import DrawnOrder, LoaderGenerator, PureOrder, SamplerOrder, permutation
 from headway.data.sampling.shard import SampleSplit
 from headway.runtime.seed import mix
 from tests.unit.data.fakes import prepare

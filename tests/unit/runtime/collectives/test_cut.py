@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import DataError
-from headway.runtime.collectives.cut import slice_bounds, split
+from headway.runtime.collectives.tree import slice_bounds, split
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

@@ -11,9 +11,9 @@ from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
 from headway.errors import DataError, UnsupportedError
-from headway.runtime.collectives.cut import cut_rows
 from headway.runtime.collectives.tree import (
     concatenate,
+    cut_rows,
     find_batch_size,
     map_tensors,
     slice_rows,

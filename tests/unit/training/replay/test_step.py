@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, GradientAccumulationPlugin
 from headway.errors import ConfigError, LossError, MemoryExhausted, StateError, UnsupportedError
-from headway.runtime.collectives.cut import cut_rows
+from headway.runtime.collectives.tree import cut_rows
 from headway.strategies.base import Capabilities, SingleStrategy
 from headway.training.replay.piece_size import FIRST_PATIENCE, PieceSize
 from headway.training.windows import ConstantDivision

@@ -1,11 +1,18 @@
-"""Exchange between processes as functions: gather, reduce, broadcast and the like, each checked before it moves data."""
+"""Exchange between processes as functions: gather, reduce, broadcast and the like, each checked before it moves data.
+
+`gather_for_metrics` takes, besides entries per sample, one value for the batch, say: TRL counts tokens and sums entropies
+by it. Headway's own refuses such values, since nothing says what they would be joined to.
+"""
 
 from typing import Any
 
 import torch
 
+from headway.compat.accelerate.data.batches import recursively_apply
 from headway.compat.accelerate.state import GradientState, collectives
+from headway.data.loader import PreparedLoader
 from headway.errors import CollectiveError
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import synchronize_rng_states
 from headway.runtime.collectives.tree import Tree, leaves, map_tensors, tensors
 
@@ -105,3 +112,31 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
     """Give all ranks rank 0's state of one random stream (see `synchronize_rng_states`)."""
     synchronize_rng_states([rng_type or "torch"], generator)
+
+
+def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collectives) -> bool:
+    """Do the tensors have a row for each sample of the batch, on all ranks? Called on all.
+
+    Args:
+        tree: True where it holds anything but tensors.
+        loader: whose batch it is; None: nothing is known, and any tensor with a dimension will do.
+        collectives: among the ranks.
+    """
+    try:
+        recursively_apply(lambda tensor: tensor, tree, error_on_other_type=True)
+    except TypeError:
+        return True
+    fits = all(_fits(tensor, loader) for tensor in tensors(tree))
+    return fits if collectives.world_size == 1 else all(row[0] for row in collectives.gather_numbers([float(fits)]))
+
+
+def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
+    if tensor.ndim == 0:
+        return False
+    if loader is None or loader.num_rows is None or tensor.shape[0] == loader.num_rows:
+        return True
+    # Values repeated to the batch size in a short last batch: Headway's own cuts them and says so.
+    total, counts = loader.total_batch_size, loader.valid_counts
+    if not total or not counts:
+        return False
+    return tensor.shape[0] == total // len(counts) > loader.num_rows

@@ -10,8 +10,7 @@ from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.draws import LoaderGenerator
-from headway.data.sampling.order import LoadingRules
+from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.data.sampling.position import Position
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError

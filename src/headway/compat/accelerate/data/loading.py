@@ -16,8 +16,7 @@ from torch.utils.data import RandomSampler
 from headway.compat.accelerate.data.loaders import ShardRules
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.feed import State
-from headway.data.sampling.draws import LoaderGenerator
-from headway.data.sampling.order import RandomSource, SampleOrder, permutation
+from headway.data.sampling.order import LoaderGenerator, RandomSource, SampleOrder, permutation
 
 
 class SeededShuffle:

@@ -1,8 +1,8 @@
-"""Small things around a script: environment variables, sizes, ports, nested dicts, a progress bar, and a first config file."""
+"""Small things around a script: variables (other libraries' too), sizes, ports, nested dicts, a progress bar, a first config file."""
 
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce, wraps
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 
 from headway.common import env, optional
 from headway.common.text import parse_bytes
+from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.state import PartialState
 from headway.config.files import default_file, write
 from headway.config.launch import PRECISIONS, LaunchConfig
 from headway.errors import ConfigError
+from headway.log import get_logger
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -172,3 +174,43 @@ def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any
     if main_process_only and not hidden:
         hidden = not PartialState().is_local_main_process
     return bar(*args, **kwargs, disable=hidden)
+
+
+log = get_logger(__name__)
+
+_FORBIDDEN = frozenset(";\n<> ")
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Make transformers read weights on one process only, if models are sharded."""
+    use = env.get("ACCELERATE_USE_FSDP") or "True"
+    env.change({"ACCELERATE_USE_FSDP": use, "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Make transformers read weights on all processes."""
+    env.change({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines "NAME=value"; empty ones and those with a space, `;`, `<`, `>` or a line's end are left out with a warning."""
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not _FORBIDDEN & set(name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            log.warning(
+                "%s=%s is left out: it is empty, or has a character that a list of variables cannot hold", name, value
+            )
+    return lines
+
+
+def get_active_deepspeed_plugin(state: Any) -> Any:
+    """The plugin of a state whose Accelerator runs DeepSpeed.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if state.distributed_type != DistributedType.DEEPSPEED:
+        raise ConfigError(f"there is no active DeepSpeedPlugin: the run is {state.distributed_type}, not DEEPSPEED")
+    return state.deepspeed_plugin

@@ -1,7 +1,8 @@
 """Attaching AlignDevicesHooks to the modules of a model, each tree of modules in one walk."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from headway.compat.accelerate.modules.align import AlignDevicesHook, Tied, Where
 from headway.compat.accelerate.modules.hooks import add_hook_to_module
 from headway.offload.offload_folder import PrefixedDataset
+
+Given = ParamSpec("Given")
 
 
 def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -35,15 +38,26 @@ Hooked = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
 before taking the next: what follows looks at it."""
 
 
-def _attach(hooked: Hooked) -> None:
-    for module, hook, is_added in hooked:
-        add_hook_to_module(module, hook, append=is_added)
+class HookAttacher(Generic[Given]):
+    """Decorates what gives hooks: a call attaches them to their modules; `hooks` gives them, to be attached as they come."""
+
+    def __init__(self, hooks: Callable[Given, Hooked]) -> None:
+        self.hooks = hooks
+        update_wrapper(self, hooks)
+
+    def __reduce__(self) -> str:
+        return self.hooks.__name__
+
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        for module, hook, is_added in self.hooks(*args, **kwargs):
+            add_hook_to_module(module, hook, append=is_added)
 
 
 def _has_tensors(module: nn.Module) -> bool:
     return any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
 
 
+@HookAttacher
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: Where | None = None,
@@ -54,7 +68,7 @@ def attach_align_device_hook(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
-) -> None:
+) -> Hooked:
     """Attach an AlignDevicesHook to every module inside that has parameters or buffers of its own.
 
     Args:
@@ -65,33 +79,6 @@ def attach_align_device_hook(
         preload_module_classes: classes whose modules use the weights of modules inside them without calling those: where
             weights are offloaded, all of theirs come in together.
     """
-    _attach(
-        aligned(
-            module,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
-    )
-
-
-def aligned(
-    module: nn.Module,
-    execution_device: Where | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
-) -> Hooked:
-    """The hooks of attach_align_device_hook, to be attached as they come."""
     for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:
             own = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
@@ -107,13 +94,14 @@ def aligned(
             yield each, hook, True
 
 
+@HookAttacher
 def attach_execution_device_hook(
     module: nn.Module,
     execution_device: Where,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
-) -> None:
+) -> Hooked:
     """Attach a hook that moves inputs and weights to a device to every module inside that holds weights and has no hook yet.
 
     Args:
@@ -122,16 +110,6 @@ def attach_execution_device_hook(
         skip_keys, tied_params_map: as for AlignDevicesHook.
         preload_module_classes: modules of these classes get a hook, those inside them none.
     """
-    _attach(_executing(module, execution_device, skip_keys, preload_module_classes, tied_params_map))
-
-
-def _executing(
-    module: nn.Module,
-    execution_device: Where,
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
-) -> Hooked:
     holding = _holding(module)
     for _, each, _ in _walk(module, preload_module_classes):
         if id(each) in holding and not hasattr(each, "_hf_hook"):
@@ -152,6 +130,7 @@ def _holding(root: nn.Module) -> set[int]:
     return found
 
 
+@HookAttacher
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: Where | Mapping[str, Where] | None = None,
@@ -162,7 +141,7 @@ def attach_align_device_hook_on_blocks(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
-) -> None:
+) -> Hooked:
     """Attach hooks to the blocks of a model: each block runs on its device, with its weights there or offloaded.
 
     Args:
@@ -172,33 +151,6 @@ def attach_align_device_hook_on_blocks(
         weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: as for attach_align_device_hook.
         module_name: the module's name in the whole model.
     """
-    _attach(
-        on_blocks(
-            module,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
-    )
-
-
-def on_blocks(
-    module: nn.Module,
-    execution_device: Where | Mapping[str, Where] | None = None,
-    offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
-) -> Hooked:
-    """The hooks of attach_align_device_hook_on_blocks, to be attached as they come."""
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     offloading: dict[str, Any] = {
         **shared,
@@ -209,7 +161,7 @@ def on_blocks(
     }
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
-            yield from aligned(module, execution_device, module_name=module_name, **offloading)
+            yield from attach_align_device_hook.hooks(module, execution_device, module_name=module_name, **offloading)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
             yield module, hook, False
@@ -228,11 +180,12 @@ def on_blocks(
                 device, io_same_device=is_root, offload_buffers=offload_buffers, place_submodules=True, **shared
             )
             yield each, hook, False
-            yield from _executing(each, device, **shared)  # type: ignore[arg-type]
+            yield from attach_execution_device_hook.hooks(each, device, **shared)  # type: ignore[arg-type]
         elif name in devices and name in offloads:
-            yield from aligned(each, device, module_name=name, **offloading)
+            yield from attach_align_device_hook.hooks(each, device, module_name=name, **offloading)
             if not hasattr(each, "_hf_hook"):
                 yield each, AlignDevicesHook(device, io_same_device=is_root, **shared), False
-            yield from _executing(each, device, preload_module_classes=preload_module_classes, **shared)  # type: ignore[arg-type]
+            preloaded = preload_module_classes
+            yield from attach_execution_device_hook.hooks(each, device, preload_module_classes=preloaded, **shared)  # type: ignore[arg-type]
         elif is_root:
             yield each, AlignDevicesHook(device, io_same_device=True, **shared), False

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from headway.compat.accelerate.modules.align import AlignDevicesHook
-from headway.compat.accelerate.modules.attach import Hooked, aligned, on_blocks
-from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map
+from headway.compat.accelerate.modules.attach import (
+    Hooked,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
-from headway.compat.accelerate.modules.sizes import get_balanced_memory
 from headway.errors import DeviceMapError
 from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
@@ -239,7 +242,7 @@ def _show(
     offloaded = ("disk",) if is_host else _HOST
     is_mapped = ("disk" in places and is_mapped) or ("cpu" in places and not is_host)
     devices = {name: main if str(device) in _HOST else device for name, device in device_map.items()}
-    shown = on_blocks(
+    shown = attach_align_device_hook_on_blocks.hooks(
         model,
         execution_device={**devices, "": main},
         offload={name: str(device) in offloaded for name, device in device_map.items()},
@@ -257,7 +260,7 @@ def _show_offloaded(model: nn.Module, device: Where | None, offload_buffers: boo
         device = torch.accelerator.current_accelerator()
     show_hook(model, AlignDevicesHook(io_same_device=True), append=True)
     weights = OffloadedWeightsLoader(model.state_dict())
-    _hang(aligned(model, device, True, weights, offload_buffers, preload_module_classes=preload))
+    _hang(attach_align_device_hook.hooks(model, device, True, weights, offload_buffers, preload_module_classes=preload))
 
 
 def _hang(shown: Hooked) -> None:

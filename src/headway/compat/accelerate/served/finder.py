@@ -1,10 +1,11 @@
 """Accelerate's modules as views: `headway.utils` and the like, and `accelerate` itself where Headway stands in for it.
 
 `from headway.utils import set_seed` finds what `headway` has. A finder at the end of `sys.meta_path` is asked only for what
-nobody else found, so other imports pay nothing. It makes a module without a file, whose names are looked up in `headway`;
-and for `from headway import X` with a name of Accelerate's that is not served it raises NotServed, an ImportError with the
-sentence that says what to use. A second one of the kind, at the beginning, does the same for `accelerate` after
-`switch.take_over`. Nothing here imports torch.
+nobody else found, so other imports pay nothing. It makes a module without a file, whose names are looked up in `headway`; and for
+`from headway import X` with a name of Accelerate's that is not served it raises NotServed, an ImportError with the sentence that
+says what to use. A second one of the kind, at the beginning, does the same for `accelerate` after `take_over`, which a folder at
+the front of the path calls: it holds a package `accelerate` of a few lines, and the metadata of a distribution `accelerate`, for
+version checks. It takes precedence over the real package, which need not be installed. Nothing here imports torch.
 """
 
 import sys
@@ -15,8 +16,11 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from headway.common import env
 from headway.compat.accelerate.served.names import MODULES, MODULES_AS_ACCELERATE, SERVED, find_as_accelerate
-from headway.errors import ImportNotServed
+from headway.errors import ConfigError, ImportNotServed
+from headway.launch.stand_in import FOLDER, VERSION, variables
+from headway.version import __version__
 
 
 class AccelerateModule(ModuleType):
@@ -80,7 +84,7 @@ class AccelerateFinder(MetaPathFinder, InspectLoader):
             return None
         if name in self._modules:
             return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{name}.") for other in self._modules))
-        from headway.compat.accelerate.served.not_served import advice
+        from headway.compat.accelerate.served.names import advice
 
         # `from headway.utils import X` asks for headway.utils.X, `from headway import X` for headway.X.
         owner, _, last = name.rpartition(".")
@@ -115,7 +119,7 @@ def install() -> None:
         sys.meta_path.append(AccelerateFinder("headway", MODULES, lambda name: getattr(sys.modules["headway"], name)))
 
 
-def install_as_accelerate() -> ModuleType:
+def install_finder() -> ModuleType:
     """Make them importable from `accelerate`, before anything else of that name, once per process; returns `accelerate`."""
     if not _is_installed("accelerate"):
         sys.meta_path.insert(0, AccelerateFinder("accelerate", MODULES_AS_ACCELERATE, find_as_accelerate))
@@ -126,3 +130,34 @@ def _is_installed(package: str) -> bool:
     # By name: a test may have imported this file a second time.
     found = (each for each in sys.meta_path if type(each).__name__ == AccelerateFinder.__name__)
     return any(getattr(each, "package", None) == package for each in found)
+
+
+def install_as_accelerate() -> None:
+    """Make `import accelerate` import Headway from now on, in this process and in every process it starts.
+
+    Accelerate need not be installed; if it is, it is hidden. A second call has no effect. `headway launch --as accelerate` does
+    the same without changing the script.
+
+    Raises:
+        ConfigError: the real Accelerate has already been imported, perhaps by a library that uses it.
+    """
+    loaded = sys.modules.get("accelerate")
+    if loaded is not None and not isinstance(loaded, AccelerateModule):
+        raise ConfigError(
+            f"install_as_accelerate() came too late: Accelerate {getattr(loaded, '__version__', '')} has already been imported from "
+            f"{getattr(loaded, '__file__', 'an unknown place')}; call it before importing anything that uses Accelerate "
+            "(transformers, peft, diffusers, ...), or start the script with `headway launch --as accelerate`"
+        )
+    sys.path[:] = [str(FOLDER), *(each for each in sys.path if each != str(FOLDER))]
+    env.change(variables(env.snapshot()))
+
+
+def take_over() -> None:
+    """Replace the package `accelerate` that is being imported with Headway's view of it."""
+    found = sys.modules.get("accelerate")
+    module = install_finder()
+    module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})
+    if isinstance(found, ModuleType):
+        for name in ("__file__", "__spec__", "__loader__", "__package__"):
+            module.__dict__[name] = getattr(found, name, None)
+    sys.modules["accelerate"] = module

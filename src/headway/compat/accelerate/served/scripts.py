@@ -4,8 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
-from headway.compat.accelerate.served.not_served import REFUSED
+from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE, REFUSED
 
 
 @dataclass(frozen=True)

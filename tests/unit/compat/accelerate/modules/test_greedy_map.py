@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from headway.compat.accelerate.modules import dispatched, sizes
+from headway.compat.accelerate.modules import dispatched, greedy_map
 from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map as ours
 
 
@@ -65,7 +65,7 @@ def test_maps_are_the_same(widths, flags, budgets, dtype, balances):
         budgets = modeling.get_balanced_memory(
             model, **{**given, "max_memory": dict(given["max_memory"])}, low_zero=balances
         )
-        assert sizes.get_balanced_memory(model, **given, low_zero=balances) == budgets
+        assert greedy_map.get_balanced_memory(model, **given, low_zero=balances) == budgets
         arguments["max_memory"] = budgets
     try:
         wanted = theirs(model, **{**arguments, "max_memory": dict(arguments["max_memory"])})
@@ -103,8 +103,8 @@ def test_sizes_are_the_same(widths, tied, dtype, special, buffers_only):
         wanted = modeling.compute_module_sizes(model, torch.float16, special, buffers_only)
     else:
         wanted = modeling.compute_module_sizes(model, dtype, special, buffers_only)
-    assert sizes.compute_module_sizes(model, dtype, special, buffers_only) == wanted
-    assert sizes.compute_module_total_buffer_size(model, dtype) == modeling.compute_module_total_buffer_size(
+    assert greedy_map.compute_module_sizes(model, dtype, special, buffers_only) == wanted
+    assert greedy_map.compute_module_total_buffer_size(model, dtype) == modeling.compute_module_total_buffer_size(
         model, torch.float16 if dtype == "float16" else dtype
     )
 

@@ -11,9 +11,9 @@ from accelerate.utils import operations as their_operations
 from accelerate.utils import other as their_others
 
 import headway
-from headway.compat.accelerate.launching import gpus, launch_words
-from headway.compat.accelerate.layouts import DistributedType
-from headway.compat.accelerate.modules import half, module_parts, shared_tensors
+from headway.compat.accelerate.constants import DistributedType
+from headway.compat.accelerate.launching import available, environment
+from headway.compat.accelerate.modules import casting, module_parts, shared_tensors
 
 
 class Net(torch.nn.Module):
@@ -70,13 +70,13 @@ def test_variables(monkeypatch):
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "old")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    launch_words.enable_fsdp_ram_efficient_loading()
+    environment.enable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "True")
-    launch_words.disable_fsdp_ram_efficient_loading()
+    environment.disable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "False")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     given = {"A": "1", "B": "<x", "C": "", "D": "two words", "E": "2"}
-    assert launch_words.convert_dict_to_env_variables(given) == ["A=1\n", "E=2\n"]
+    assert environment.convert_dict_to_env_variables(given) == ["A=1\n", "E=2\n"]
     assert their_environment.convert_dict_to_env_variables({"A": "1"}) == ["A=1\n"]
 
 
@@ -86,10 +86,10 @@ class State:
 
 
 def test_the_plugin_of_a_state():
-    assert launch_words.get_active_deepspeed_plugin(State()) == "the plugin"
+    assert environment.get_active_deepspeed_plugin(State()) == "the plugin"
     made = headway.Accelerator(cpu=True)
     with pytest.raises(ValueError, match="not DEEPSPEED"):
-        launch_words.get_active_deepspeed_plugin(made.state)
+        environment.get_active_deepspeed_plugin(made.state)
 
 
 def test_rows_where_there_may_be_none():
@@ -98,8 +98,8 @@ def test_rows_where_there_may_be_none():
 
 
 def test_gpus_and_scalers(monkeypatch):
-    monkeypatch.setattr(gpus, "_ask", lambda field: ["8.9"])
-    assert gpus.check_cuda_fp8_capability() is True
-    monkeypatch.setattr(gpus, "_ask", lambda field: ["8.6", "9.0"])
-    assert gpus.check_cuda_fp8_capability() is False
-    assert isinstance(half.get_fsdp2_grad_scaler(enabled=False), torch.amp.GradScaler)
+    monkeypatch.setattr(available, "_ask", lambda field: ["8.9"])
+    assert available.check_cuda_fp8_capability() is True
+    monkeypatch.setattr(available, "_ask", lambda field: ["8.6", "9.0"])
+    assert available.check_cuda_fp8_capability() is False
+    assert isinstance(casting.get_fsdp2_grad_scaler(enabled=False), torch.amp.GradScaler)

@@ -14,10 +14,10 @@ from accelerate.utils import constants as their_constants
 from accelerate.utils import dataclasses as their_settings
 
 import headway
-from headway.compat.accelerate import constants, recipes, testing, words
+from headway.compat.accelerate import constants, recipes, testing
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
-from headway.compat.accelerate.launching import gpus
-from headway.compat.accelerate.modules import half, shared_tensors
+from headway.compat.accelerate.launching import available
+from headway.compat.accelerate.modules import casting, shared_tensors
 from headway.config.values import KwargsHandler
 from headway.errors import HeadwayError, UnsupportedError
 
@@ -35,12 +35,12 @@ def test_there_are_many_facts():
 
 @pytest.mark.parametrize("name", ["ComputeEnvironment", "SageMakerDistributedType", "FP8BackendType"])
 def test_enumerations_have_the_same_members(name):
-    one, other = getattr(their_settings, name), getattr(words, name)
+    one, other = getattr(their_settings, name), getattr(constants, name)
     assert {each.name: each.value for each in other} == {each.name: each.value for each in one}
 
 
 def test_enumerations_of_a_scripts_own():
-    for base in (their_settings.BaseEnum, words.BaseEnum):
+    for base in (their_settings.BaseEnum, constants.BaseEnum):
         kind = base("Colour", {"RED": "red", "BLUE": "blue"})
         assert "red" in kind
         assert "green" not in kind
@@ -83,16 +83,16 @@ def test_what_cannot_run_is_refused_where_it_is_used():
 
 def test_autocast_and_scalers():
     accelerator = headway.Accelerator(cpu=True, mixed_precision="bf16")
-    with half.get_mixed_precision_context_manager(True):
+    with casting.get_mixed_precision_context_manager(True):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
-    with half.get_mixed_precision_context_manager(False):
+    with casting.get_mixed_precision_context_manager(False):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
-    with half.get_mixed_precision_context_manager(True, headway.AutocastKwargs(enabled=False)):
+    with casting.get_mixed_precision_context_manager(True, headway.AutocastKwargs(enabled=False)):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
     assert accelerator.mixed_precision == "bf16"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no CUDA here
-        scaler = half.get_grad_scaler(init_scale=4.0, enabled=False)
+        scaler = casting.get_grad_scaler(init_scale=4.0, enabled=False)
     assert isinstance(scaler, torch.amp.GradScaler)
 
 
@@ -101,11 +101,11 @@ def double(x):
 
 
 def test_outputs_as_float32():
-    for kind in (theirs.operations.ConvertOutputsToFp32, half.ConvertOutputsToFp32):
+    for kind in (theirs.operations.ConvertOutputsToFp32, casting.ConvertOutputsToFp32):
         wrapped = kind(double)
         assert wrapped(torch.ones(2, dtype=torch.bfloat16))["y"].dtype == torch.float32
         assert wrapped.__name__ == "double"
-    assert pickle.loads(pickle.dumps(half.ConvertOutputsToFp32(double)))(torch.ones(1))["y"].item() == 2.0
+    assert pickle.loads(pickle.dumps(casting.ConvertOutputsToFp32(double)))(torch.ones(1))["y"].item() == 2.0
 
 
 def test_shared_tensors_are_left_out_alike(caplog):
@@ -146,22 +146,22 @@ def test_batches_by_their_shapes():
 
 
 def test_the_machine(monkeypatch):
-    assert 1024 <= gpus.get_free_port() < 65536
-    assert gpus.get_current_device_type() == theirs.environment.get_current_device_type()
+    assert 1024 <= available.get_free_port() < 65536
+    assert available.get_current_device_type() == theirs.environment.get_current_device_type()
     monkeypatch.setattr(
-        gpus, "_ask", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]
+        available, "_ask", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]
     )
-    assert gpus.get_gpu_info() == (["GeForce RTX 4090"] * 2, 2)
-    assert gpus.check_cuda_p2p_ib_support() is False
-    monkeypatch.setattr(gpus, "_ask", lambda field: {"name": ["H100"] * 2, "driver_version": ["535.1.2"]}[field])
-    assert gpus.check_cuda_p2p_ib_support() is True
+    assert available.get_gpu_info() == (["GeForce RTX 4090"] * 2, 2)
+    assert available.check_cuda_p2p_ib_support() is False
+    monkeypatch.setattr(available, "_ask", lambda field: {"name": ["H100"] * 2, "driver_version": ["535.1.2"]}[field])
+    assert available.check_cuda_p2p_ib_support() is True
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA driver")
 def test_a_machine_without_a_driver():
-    assert gpus.check_cuda_p2p_ib_support() is True
+    assert available.check_cuda_p2p_ib_support() is True
     with pytest.raises(headway.errors.ConfigError, match="nvidia-smi does not answer"):
-        gpus.get_driver_version()
+        available.get_driver_version()
 
 
 def test_the_regression_is_the_same():
