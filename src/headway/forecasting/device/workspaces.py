@@ -109,12 +109,14 @@ _THREADS, _WARP = 512, 32
 _FEWEST, _MOST = 16, 256
 """Values that a thread adds up."""
 _VECTOR = 4
+_FLAGS = 512
+"""Bytes by which blocks tell that they are done: a number for each of a few."""
 
 Sizes = Callable[[tuple[Any, ...]], list[int]]
 
 
 def of_sums(processors: int, threads: int) -> dict[str, Sizes]:
-    """Bytes that sums, means and norms ask for beside their results, by operation.
+    """Bytes that sums, means and norms ask for after their results, by operation; numbers that are not floating become int64 first.
 
     Args:
         processors: streaming multiprocessors of the device.
@@ -131,7 +133,12 @@ def _sizes(processors: int, threads: int, args: tuple[Any, ...]) -> list[int]:
     wanted = {dims % values.dim()} if isinstance(dims, int) else {each % values.dim() for each in dims}
     reduced = wanted or set(range(values.dim()))
     size = _shared(values, reduced, processors * threads)
-    return [size] if size else []
+    is_cast = not values.dtype.is_floating_point and values.dtype not in (
+        torch.int64,
+        torch.complex64,
+        torch.complex128,
+    )
+    return [values.numel() * 8] * is_cast + [size, _FLAGS] * bool(size)
 
 
 def _shared(values: torch.Tensor, reduced: set[int], places: int) -> int:

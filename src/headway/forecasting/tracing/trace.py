@@ -26,7 +26,6 @@ from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import (
-    LATE_SCRATCH_OF_CUDA,
     MATMUL,
     NAMESPACES,
     OVERSIZED,
@@ -96,7 +95,7 @@ _FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
 """A function of torch's DTensor, and how many frames above an operation it may lie."""
 _WRAPPERS = ("_fn", "inner")
 """Functions of torch's around a mode's dispatch."""
-_ADD = torch.ops.aten.add.Tensor
+_ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
@@ -121,7 +120,8 @@ def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
     """Has autograd itself added up what two users of a tensor sent back, where plain tensors are added in place?
 
     The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, as a view's base
-    does, but not with a subclass of tensors such as a fake one, for which it asks for a third.
+    does, but not with a subclass of tensors such as a fake one, for which it asks for a third. So does backward of what picks values
+    out (gather, index, max, sort), with zeros that it has just made (FunctionsManual.cpp).
     """
     first = args[0]
     caller = next(frame.f_code.co_name for frame in islice(stack(), 2, None) if frame.f_code.co_name not in _WRAPPERS)
@@ -182,7 +182,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table, self._late = scratch(device), LATE_SCRATCH_OF_CUDA if device.is_cuda else {}
+        self._table, self._late = scratch(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -231,7 +231,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._late_scratch(name, args)
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
-        if func is _ADD and _is_sum_of_gradients(args, result):
+        if name in _ADDS and _is_sum_of_gradients(args, result):
             first, total = (each.untyped_storage()._cdata for each in (args[0], result))
             if first in self._live and total in self._live:
                 self._sum = self._live[first][1], self._live[total][1], total
