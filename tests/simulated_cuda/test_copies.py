@@ -36,7 +36,6 @@ OPERATIONS = {
     "max_pool2d": (IMAGES, 0, lambda x: F.max_pool2d(x, 2)),
     "avg_pool2d": (IMAGES, 0, lambda x: F.avg_pool2d(x, 2)),
     "interpolate": (IMAGES, 0, lambda x: F.interpolate(x, scale_factor=2)),
-    "unfold": (IMAGES, 0, lambda x: F.unfold(x, 2, stride=2)),
 }
 LAID = {"in a row": lambda made: made, "turned": lambda made: made.mT.contiguous().mT, "channels last": lambda made: made}
 def run(name, x_lies, gradient_lies, device, meter, mark=lambda tensors: None):

@@ -31,25 +31,20 @@ def _copies(*places: int, like: int | None = None) -> Sizes:
     return sizes
 
 
-def _rolled(args: tuple[Any, ...]) -> list[int]:
-    """Dimensions are rolled one by one."""
-    is_one = len(args) > 2 and len(args[2]) == 1 and args[0].is_contiguous()
-    return [] if is_one else [args[0].nbytes]
-
-
 COPIES_BEFORE: dict[str, Sizes] = {
     "aten::native_layer_norm": _copies(0),
     "aten::native_layer_norm_backward": _copies(1),
     "aten::native_group_norm_backward": _copies(0, 1),
     "aten::_adaptive_avg_pool2d": _copies(0, like=0),
-    "aten::roll": _rolled,
+    "aten::roll": lambda args: (
+        [args[0].nbytes] if len(args) < 3 or len(args[2]) > 1 else _copies(0)(args)
+    ),  # one by one
 }
 """Bytes asked for before the results, by operation."""
 
 COPIES_AFTER: dict[str, Sizes] = {
     **{f"aten::{name}": _copies(0) for name in ("_softmax", "_log_softmax", "_log_softmax_backward_data", "cumsum")},
-    **{f"aten::{name}": _copies(0) for name in ("native_group_norm", "native_layer_norm_backward", "im2col", "col2im")},
-    **{f"aten::reflection_pad2d{each}": _copies(0) for each in ("", "_backward")},
+    **{f"aten::{name}": _copies(0) for name in ("native_group_norm", "native_layer_norm_backward")},
     **{f"aten::upsample_{each}2d_backward": _copies(0, like=0) for each in ("nearest", "bilinear", "bicubic")},
     **{f"aten::{each}": _copies(0, like=0) for each in ("upsample_nearest2d", "max_pool2d_with_indices", "avg_pool2d")},
     **{f"aten::{each}_backward": _copies(1, 0, like=1) for each in ("max_pool2d_with_indices", "avg_pool2d")},

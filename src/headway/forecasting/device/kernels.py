@@ -161,19 +161,9 @@ def _masks(args: tuple[Any, ...]) -> list[int]:
     return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
 
 
-def _of_logits(args: tuple[Any, ...]) -> list[int]:
-    """Their logarithms, and the losses until they are reduced to one number."""
-    return [args[0].nbytes] if len(args) > 4 and not args[4] else [args[0].nbytes] * 2
-
-
 def _logits_of_a_chunk(args: tuple[Any, ...]) -> list[int]:
     tokens, weight, chunk = args[0], args[1], args[6]
     return [min(len(tokens), chunk) * len(weight) * 4]
-
-
-def _softmax_backward(args: tuple[Any, ...]) -> list[int]:
-    """The gradient times the result, and a copy of one that does not lie in a row."""
-    return [args[0].nbytes] * (1 if args[0].is_contiguous() else 2)
 
 
 def _ctc_backward(args: tuple[Any, ...]) -> list[int]:
@@ -182,18 +172,15 @@ def _ctc_backward(args: tuple[Any, ...]) -> list[int]:
 
 
 _EVERYWHERE: dict[str, Sizes] = {
-    "aten::index": _masks,
-    "aten::index_put": _masks,
-    "aten::index_put_": _masks,
-    "aten::_index_put_impl_": _masks,
+    **{f"aten::{name}": _masks for name in ("index", "index_put", "index_put_", "_index_put_impl_")},
     "aten::_ctc_loss_backward": _ctc_backward,
     **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
-    "aten::binary_cross_entropy_with_logits": _of_logits,
+    # Their logarithms, and the losses until they are reduced.
+    "aten::binary_cross_entropy_with_logits": lambda args: [args[0].nbytes] * (1 + (len(args) < 5 or args[4] > 0)),
     "aten::logsumexp": lambda args: [args[0].nbytes],  # their exponentials
-    "bitsandbytes::optimizer_update_32bit": _nothing,
-    "bitsandbytes::gemm_4bit": _four_bit_product,
-    "bitsandbytes::dequantize_4bit": _nothing,
+    **dict.fromkeys(("bitsandbytes::optimizer_update_32bit", "bitsandbytes::dequantize_4bit"), _nothing),
     "bitsandbytes::dequantize_blockwise": _nothing,
+    "bitsandbytes::gemm_4bit": _four_bit_product,
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits_of_a_chunk,
 }
 
@@ -222,7 +209,8 @@ LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "aten::_safe_softmax": _where_all_is_masked,
-    "aten::_softmax_backward_data": _softmax_backward,
+    # The gradient times the result, and a copy of one that does not lie in a row.
+    "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
     "aten::embedding_dense_backward": _embedding_sums,
 }
 """On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
@@ -236,8 +224,7 @@ def scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
 
 
 OVERSIZED: dict[str, Sizes] = {
-    "aten::mse_loss": _before_reduction,
-    "aten::smooth_l1_loss": _before_reduction,
+    **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss")},
     "aten::binary_cross_entropy": lambda args: _before_reduction((*args[:2], *args[3:])),
     "aten::_cudnn_rnn": workspaces.kept_by_cudnn,
     "aten::mkldnn_rnn_layer": workspaces.kept_by_onednn,

@@ -109,8 +109,6 @@ _THREADS, _WARP = 512, 32
 _FEWEST, _MOST = 16, 256
 """Values that a thread adds up."""
 _VECTOR = 4
-_FLAGS = 512
-"""Bytes by which blocks tell that they are done: a number for each of a few."""
 
 Sizes = Callable[[tuple[Any, ...]], list[int]]
 
@@ -138,7 +136,7 @@ def _sizes(processors: int, threads: int, args: tuple[Any, ...]) -> list[int]:
         torch.complex64,
         torch.complex128,
     )
-    return [values.numel() * 8] * is_cast + [size, _FLAGS] * bool(size)
+    return [values.numel() * 8] * is_cast + [size, 512] * bool(size)  # and flags of the blocks that are done
 
 
 def _shared(values: torch.Tensor, reduced: set[int], places: int) -> int:
