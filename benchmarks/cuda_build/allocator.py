@@ -237,7 +237,7 @@ def of_device(device: str, with_values: bool) -> None:
             try:
                 found = {"real": real(case), "forecast": forecast(case)}
             except Exception as error:
-                found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}  # type: ignore[dict-item]
+                found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}  # type: ignore[dict-item]
             print(json.dumps([asdict(case), found]), flush=True)
 
 

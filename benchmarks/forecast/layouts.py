@@ -71,10 +71,35 @@ def _pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens.clone()
 
 
+def _mixtral() -> nn.Module:
+    """With a router that spreads tokens evenly: otherwise ranks take what they are sent."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = MixtralConfig(
+        vocab_size=2000, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=4, use_cache=False, **sizes
+    )
+
+    def even(_: nn.Module, __: Any, found: Any) -> Any:
+        return (*found[:2], (torch.arange(found[2].numel()) % 4).view(found[2].shape))
+
+    model: nn.Module = MixtralForCausalLM(config)
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(even)
+    return model
+
+
+def _tokens(size: int) -> dict[str, torch.Tensor]:
+    found = torch.zeros(size, 128, dtype=torch.long)
+    return {"input_ids": found, "labels": found}
+
+
 MODELS: dict[str, Case] = {
     "GPT": Case(GPT, _pairs, _loss),
     "Llama": CASES["Llama"],
     "Llama, chunked loss": replace(CASES["Llama"], make=lambda: headway.chunk_loss(CASES["Llama"].make())),
+    "Mixtral": Case(_mixtral, _tokens, CASES["Llama"].loss),
 }
 
 
@@ -138,6 +163,9 @@ ROWS = (
     ("Llama", Setting("ddp", 2, "bf16", handlers=_HALF, note="half residual, recomputed")),
     ("Llama, chunked loss", Setting("ddp", 2)),
     ("Llama, chunked loss", Setting("fsdp", 2)),
+    ("Llama, chunked loss", Setting("ddp", 2, "bf16", handlers=_HALF, note="half residual, recomputed")),
+    ("Mixtral", Setting("ep", 2)),
+    ("Mixtral", Setting("fsdp=2+ep=2", 4, "bf16")),
 )
 
 

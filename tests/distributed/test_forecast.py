@@ -15,6 +15,9 @@ BY_NAME = {str(setting): setting for _, setting in ROWS}
         ("Llama", "fsdp+tp=2, 4 ranks, float32"),
         ("Llama", "ddp, 2 ranks, bf16, half residual, recomputed"),
         ("Llama, chunked loss", "fsdp, 2 ranks, float32"),
+        ("Llama, chunked loss", "ddp, 2 ranks, bf16, half residual, recomputed"),
+        ("Mixtral", "ep, 2 ranks, float32"),
+        ("Mixtral", "fsdp=2+ep=2, 4 ranks, bf16"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

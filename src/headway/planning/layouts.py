@@ -169,6 +169,10 @@ class FakeRank:
         if self.layout.num_ranks == 1:
             return found
         found += [f"for rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
+        if self.layout.ep > 1:
+            found.append(
+                "ep: tokens are spread evenly over the experts here; in a run, a rank that is sent more of them takes more"
+            )
         if self.computes_on != "cpu":
             found.append("NCCL's own buffers are not counted")
         hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)
@@ -193,11 +197,7 @@ def placed(
             f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp shards what zero3 does, and can be"
         )
     layout = asked.resolve(num_ranks, min(machine_ranks, num_ranks))
-    for axis, what in (
-        ("pp", "pipeline stages"),
-        ("ep", "tokens that travel to experts"),
-        ("cp", "parts of a sequence"),
-    ):
+    for axis, what in (("pp", "pipeline stages"), ("cp", "parts of a sequence")):
         if getattr(layout, axis) > 1:
             raise UnsupportedError(
                 f"strategy={strategy!r}: {what} cannot be forecast yet; leave {axis} out, or use `headway plan`"

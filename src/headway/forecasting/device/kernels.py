@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headway.forecasting.device import workspaces
+from headway.forecasting.device.copies import COPIES_AFTER, COPIES_BEFORE, rms_norm
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.workspaces import Sizes, of_sums
 
@@ -95,9 +96,9 @@ def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
-    """Indices, sorted, with where they were, and room to sort them in."""
-    size = args[1].numel() * 8
-    return [size, size, 2 * size] if args[1].numel() > _SORTED_FROM else []
+    """Gradients in a row; indices, sorted, with where they were, and room to sort them in."""
+    size, rows = args[1].numel() * 8, [] if args[0].is_contiguous() else [args[0].nbytes]
+    return [*rows, size, size, 2 * size] if args[1].numel() > _SORTED_FROM else rows
 
 
 def _embedding_sums(args: tuple[Any, ...]) -> list[int]:
@@ -160,79 +161,71 @@ def _masks(args: tuple[Any, ...]) -> list[int]:
     return [index.numel() * index.dim() * 8 for index in masks for _ in range(2)]
 
 
+def _logits_of_a_chunk(args: tuple[Any, ...]) -> list[int]:
+    tokens, weight, chunk = args[0], args[1], args[6]
+    return [min(len(tokens), chunk) * len(weight) * 4]
+
+
 def _ctc_backward(args: tuple[Any, ...]) -> list[int]:
     """What forward has kept, once more from the other end, and probabilities in its order."""
     return [args[6].nbytes, args[1].nbytes]
 
 
-_BY_VALUES: dict[str, Sizes] = {
-    "aten::index": _masks,
-    "aten::index_put": _masks,
-    "aten::index_put_": _masks,
-    "aten::_index_put_impl_": _masks,
+_EVERYWHERE: dict[str, Sizes] = {
+    **{f"aten::{name}": _masks for name in ("index", "index_put", "index_put_", "_index_put_impl_")},
     "aten::_ctc_loss_backward": _ctc_backward,
+    **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
+    # Their logarithms, and the losses until they are reduced.
+    "aten::binary_cross_entropy_with_logits": lambda args: [args[0].nbytes] * (1 + (len(args) < 5 or args[4] > 0)),
+    "aten::logsumexp": lambda args: [args[0].nbytes],  # their exponentials
+    **dict.fromkeys(("bitsandbytes::optimizer_update_32bit", "bitsandbytes::dequantize_4bit"), _nothing),
+    "bitsandbytes::dequantize_blockwise": _nothing,
+    "bitsandbytes::gemm_4bit": _four_bit_product,
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits_of_a_chunk,
 }
 
-SCRATCH_OF_CPU: dict[str, Sizes] = {
-    **_BY_VALUES,
+_OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
     "c10d::_allgather_base_": lambda args: [args[0].nbytes],  # what comes in lies in a row first
     "c10d::_reduce_scatter_base_": lambda args: [args[1].nbytes],  # all of the input is summed, in a copy
     "_c10d_functional::all_gather_into_tensor": lambda args: [args[0].nbytes * args[1]],
     "_c10d_functional::reduce_scatter_tensor": lambda args: [args[0].nbytes],
-    "aten::mse_loss": _before_reduction,
-    "aten::smooth_l1_loss": _before_reduction,
     "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
-    "bitsandbytes::optimizer_update_32bit": _nothing,
-    "bitsandbytes::gemm_4bit": _four_bit_product,
-    "bitsandbytes::dequantize_4bit": _nothing,
-    "bitsandbytes::dequantize_blockwise": _nothing,
 }
-"""On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
-SCRATCH_OF_CUDA: dict[str, Sizes] = {
-    **_BY_VALUES,
+_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _grouped_gradients,
     "aten::embedding_dense_backward": _embedding_backward,
-    "aten::mse_loss": _before_reduction,
-    "aten::smooth_l1_loss": _before_reduction,
     "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
     "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
-    "bitsandbytes::optimizer_update_32bit": _nothing,
-    "bitsandbytes::gemm_4bit": _four_bit_product,
-    "bitsandbytes::dequantize_4bit": _nothing,
-    "bitsandbytes::dequantize_blockwise": _nothing,
+    **COPIES_BEFORE,
 }
-"""On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
-
 
 LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
+    **COPIES_AFTER,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "aten::_safe_softmax": _where_all_is_masked,
-    "aten::_softmax_backward_data": lambda args: [args[0].nbytes],  # the gradient times the result
+    # The gradient times the result, and a copy of one that does not lie in a row.
+    "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
     "aten::embedding_dense_backward": _embedding_sums,
 }
 """On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
 
 
-def scratch(device: Device) -> dict[str, Sizes]:
-    """Bytes that a device's kernels ask torch's allocator for while they run, by operation."""
-    own = SCRATCH_OF_CUDA | of_sums(device.processors, device.threads) if device.is_cuda else SCRATCH_OF_CPU
-    return own | {"torch_nn::_linear_cross_entropy_batch_chunked_no_reduction": _logits_of_a_chunk}
-
-
-def _logits_of_a_chunk(args: tuple[Any, ...]) -> list[int]:
-    tokens, weight, chunk = args[0], args[1], args[6]
-    return [min(len(tokens), chunk) * len(weight) * 4]
+def scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+    """Bytes that a device's kernels ask torch's allocator for while they run, by operation: before their results, and after."""
+    if not device.is_cuda:
+        return _EVERYWHERE | _OF_CPU, {}
+    return _EVERYWHERE | _OF_CUDA, LATE_SCRATCH_OF_CUDA | of_sums(device.processors, device.threads)
 
 
 OVERSIZED: dict[str, Sizes] = {
-    "aten::mse_loss": _before_reduction,
-    "aten::smooth_l1_loss": _before_reduction,
+    **{f"aten::{name}": _before_reduction for name in ("mse_loss", "smooth_l1_loss")},
+    "aten::binary_cross_entropy": lambda args: _before_reduction((*args[:2], *args[3:])),
     "aten::_cudnn_rnn": workspaces.kept_by_cudnn,
     "aten::mkldnn_rnn_layer": workspaces.kept_by_onednn,
 }
@@ -320,6 +313,8 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
             workspaces.override(library)
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
+            if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+                library.impl("rms_norm", rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
                     _in_float32(library, name)

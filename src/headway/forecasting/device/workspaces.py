@@ -114,7 +114,7 @@ Sizes = Callable[[tuple[Any, ...]], list[int]]
 
 
 def of_sums(processors: int, threads: int) -> dict[str, Sizes]:
-    """Bytes that sums, means and norms ask for beside their results, by operation.
+    """Bytes that sums, means and norms ask for after their results, by operation; numbers that are not floating become int64 first.
 
     Args:
         processors: streaming multiprocessors of the device.
@@ -131,7 +131,12 @@ def _sizes(processors: int, threads: int, args: tuple[Any, ...]) -> list[int]:
     wanted = {dims % values.dim()} if isinstance(dims, int) else {each % values.dim() for each in dims}
     reduced = wanted or set(range(values.dim()))
     size = _shared(values, reduced, processors * threads)
-    return [size] if size else []
+    is_cast = not values.dtype.is_floating_point and values.dtype not in (
+        torch.int64,
+        torch.complex64,
+        torch.complex128,
+    )
+    return [values.numel() * 8] * is_cast + [size, 512] * bool(size)  # and flags of the blocks that are done
 
 
 def _shared(values: torch.Tensor, reduced: set[int], places: int) -> int:

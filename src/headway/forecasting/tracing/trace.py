@@ -26,7 +26,6 @@ from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import (
-    LATE_SCRATCH_OF_CUDA,
     MATMUL,
     NAMESPACES,
     OVERSIZED,
@@ -88,15 +87,18 @@ _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
 _DEVICE = torch.ops.prim.device.default
 """Two calls of three, and answered here in a fifth of the time."""
-_RESIZE = "resize_"
+_RESIZE, _WAIT = "resize_", "_c10d_functional::wait_tensor"
 _GATHER, _SPLIT, _REDUCE = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_reduce_scatter_base_"
-_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2}
+_COPY = "aten::copy_"
+_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
 """FSDP's operations, and the stream on which it asks for what they fill."""
+_OF_ONE = "wait_for_unshard"
+"""A function of FSDP's, which copies what is on one rank alone, such as experts of ranks that share none."""
 _FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
 """A function of torch's DTensor, and how many frames above an operation it may lie."""
 _WRAPPERS = ("_fn", "inner")
 """Functions of torch's around a mode's dispatch."""
-_ADD = torch.ops.aten.add.Tensor
+_ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
@@ -121,10 +123,11 @@ def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
     """Has autograd itself added up what two users of a tensor sent back, where plain tensors are added in place?
 
     The engine does so (`can_accumulate_inplace` in input_buffer.cpp) with a dense gradient that nothing else holds, as a view's base
-    does, but not with a subclass of tensors such as a fake one, for which it asks for a third.
+    does, but not with a subclass of tensors such as a fake one, for which it asks for a third. So does backward of what picks values
+    out (gather, index, max, sort), with zeros that it has just made (FunctionsManual.cpp).
     """
     first = args[0]
-    caller = next(frame.f_code.co_name for frame in islice(stack(), 2, None) if frame.f_code.co_name not in _WRAPPERS)
+    caller = next(frame.f_code.co_name for frame in islice(stack(), 3, None) if frame.f_code.co_name not in _WRAPPERS)
     return (
         torch._C._current_graph_task_id() != -1
         and not torch.is_grad_enabled()
@@ -182,7 +185,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table, self._late = scratch(device), LATE_SCRATCH_OF_CUDA if device.is_cuda else {}
+        self._table, self._late = scratch(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -210,6 +213,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
             return func(*args, **(kwargs or {}))
         name = func._schema.name
+        if name == _WAIT:
+            return args[0]  # as it does; without values, torch makes another
         self._gathered.look()
         self.last = name
         self._operations[name] += 1
@@ -231,15 +236,19 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._late_scratch(name, args)
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
-        if func is _ADD and _is_sum_of_gradients(args, result):
-            first, total = (each.untyped_storage()._cdata for each in (args[0], result))
-            if first in self._live and total in self._live:
-                self._sum = self._live[first][1], self._live[total][1], total
+        if name in _ADDS:
+            self._summed(args, result)
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
         if name in _OF_SHARDS:
             self._sharded(name, args, kwargs or {})
         return result
+
+    def _summed(self, args: tuple[Any, ...], result: Any) -> None:
+        if _is_sum_of_gradients(args, result):
+            first, total = (each.untyped_storage()._cdata for each in (args[0], result))
+            if first in self._live and total in self._live:
+                self._sum = self._live[first][1], self._live[total][1], total
 
     def _results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
         behind = OVERSIZED[name](args) if name in OVERSIZED else ()
@@ -348,8 +357,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
 
     def _sharded(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """FSDP has gathered a unit, or summed its gradients: on streams whose memory CUDA's allocator keeps apart."""
-        if name == _SPLIT:
-            self.mark(self._gathered.filled(kwargs["out"]), "gathered weights")
+        if name in (_SPLIT, _COPY):
+            if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(stack(), _DEEPEST)):
+                self.mark(self._gathered.filled(kwargs["out"] if name == _SPLIT else args[:1]), "gathered weights")
             return
         if name == _GATHER:
             self.mark([args[1]], "gathered weights")

@@ -52,3 +52,8 @@ def test_a_sum_that_a_block_can_do_asks_for_nothing():
     assert asked("h100", (64, 64), [0]) == []
     assert asked("h100", (100_000, 64), [1]) == []
     assert asked("h100", (0, 64), [0]) == []
+
+
+def test_numbers_that_are_not_floating_become_int64_before_they_are_summed():
+    assert asked("h100", (64, 64), [0], torch.bool) == [64 * 64 * 8]
+    assert asked("h100", (64, 64), [0], torch.int64) == []

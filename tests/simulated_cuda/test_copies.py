@@ -1,0 +1,123 @@
+"""What kernels ask for where tensors do not lie as they read them, and RMSNorm, one kernel: torch's allocator and a trace."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from headway.forecasting.device.devices import find
+from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.trace import StorageTracker
+
+# Shared with the process that has a device: operations, how inputs and gradients are laid out, and a run of both directions.
+COMMON = """
+import torch
+from torch import nn
+F = nn.functional
+ROWS, IMAGES = (16, 196, 384), (8, 64, 40, 36)
+def picked(x):
+    return torch.zeros(100, dtype=torch.long, device=x.device)
+OPERATIONS = {
+    "layer_norm": (ROWS, 384, lambda x, w: F.layer_norm(x, (384,), w)),
+    "rms_norm": (ROWS, 384, lambda x, w: F.rms_norm(x, (384,), w)),
+    "group_norm": (IMAGES, 64, lambda x, w: F.group_norm(x, 8, w)),
+    "softmax": (ROWS, 0, lambda x: x.softmax(-1)),
+    "log_softmax": (ROWS, 0, lambda x: x.log_softmax(-1)),
+    "cumsum": (ROWS, 0, lambda x: x.cumsum(1)),
+    "gather": (ROWS, 0, lambda x: x.gather(1, picked(x).view(1, 100, 1).expand(16, 100, 384))),
+    "index_select": (ROWS, 0, lambda x: x.index_select(1, picked(x))),
+    "max": (ROWS, 0, lambda x: x.max(1).values),
+    "sort": (ROWS, 0, lambda x: x.sort(-1).values),
+    "huber_loss": (ROWS, 0, lambda x: F.huber_loss(x, x.detach())),
+    "max_pool2d": (IMAGES, 0, lambda x: F.max_pool2d(x, 2)),
+    "avg_pool2d": (IMAGES, 0, lambda x: F.avg_pool2d(x, 2)),
+    "interpolate": (IMAGES, 0, lambda x: F.interpolate(x, scale_factor=2)),
+}
+LAID = {"in a row": lambda made: made, "turned": lambda made: made.mT.contiguous().mT, "channels last": lambda made: made}
+def run(name, x_lies, gradient_lies, device, meter, mark=lambda tensors: None):
+    shape, width, function = OPERATIONS[name]
+    x = LAID[x_lies](torch.empty(shape, device=device))
+    if x_lies == "channels last":
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    inputs = [x, *([torch.empty(width, device=device, requires_grad=True)] if width else [])]
+    mark(inputs)
+    forward, outputs = meter(lambda: function(*inputs))
+    gradient = LAID[gradient_lies](torch.empty(outputs.shape, device=device)) if outputs.dim() > 1 else torch.empty_like(outputs)
+    mark([gradient])
+    backward, _ = meter(lambda: torch.autograd.grad(outputs, inputs, gradient))
+    return forward, backward
+"""
+MEASURE = (
+    COMMON
+    + """
+import gc, json, sys
+gc.disable()
+def recorded(function):
+    gc.collect()
+    torch.cuda.memory._record_memory_history(max_entries=100000, context=None)
+    result = function()
+    history = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    signs = {"alloc": 1, "free_completed": -1}
+    return [event["size"] * signs[event["action"]] for event in history if event["action"] in signs], result
+print(json.dumps([run(*case, "cuda", recorded) for case in json.loads(sys.argv[1])]))
+"""
+)
+NAMESPACE: dict[str, Any] = {}
+exec(COMMON, NAMESPACE)
+IN_ROWS, IMAGES = (
+    [n for n, each in NAMESPACE["OPERATIONS"].items() if each[0] == NAMESPACE[k]] for k in ("ROWS", "IMAGES")
+)
+CASES = [
+    [name, x_lies, gradient_lies]
+    for name in (*IN_ROWS, *IMAGES)
+    for x_lies in ("in a row", "turned", *(["channels last"] if name in IMAGES else []))
+    for gradient_lies in ("in a row", "turned")
+]
+
+
+def large(sizes: list[int]) -> list[int]:
+    """Those that are worth a place, rounded; what is given back at one time is in no order, and may be an earlier case's."""
+    rounded = [(-1 if size < 0 else 1) * -(-abs(size) // 512) * 512 for size in sizes if abs(size) > 1 << 16]
+    while rounded and rounded[0] < 0:
+        del rounded[0]
+    found: list[int] = []
+    for size in rounded:
+        found.append(size)
+        place = len(found) - 1
+        while size < 0 and place and size < found[place - 1] < 0:
+            found[place - 1 : place + 1] = found[place], found[place - 1]
+            place -= 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["h100", "t4"])
+def test_a_trace_asks_for_the_copies_that_torchs_kernels_make(kind: str) -> None:
+    pytest.importorskip("simulated_cuda")
+    environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(CASES)], capture_output=True, text=True, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    device, wrong = find(kind), []
+    for case, real in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
+        with substituted(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
+            tracker = StorageTracker(device)
+
+            def traced(function: Any, tracker: StorageTracker = tracker) -> Any:
+                begin = len(tracker.events)
+                with tracker:
+                    result = function()
+                return [event.num_bytes for event in tracker.events[begin:]], result
+
+            def mark(tensors: Any, tracker: StorageTracker = tracker) -> None:
+                tracker.mark(tensors, "batch")
+
+            found = NAMESPACE["run"](*case, "cpu", traced, mark)
+        wrong += [(case, a, b) for a, b in zip(map(large, real), map(large, found)) if a != b]
+    assert not wrong, wrong
