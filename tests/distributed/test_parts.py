@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from headway import Accelerator, GradScalerKwargs
+from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import PrepareError, StateError, UnsupportedError
 from tests.distributed.ranks import run_ranks
 
@@ -301,3 +303,19 @@ def weights_alone(folder: str) -> None:
 def test_whole_weights_are_not_asked_for_on_one_rank_alone(tmp_path: Path) -> None:
     run_ranks(weights_alone, 2, str(tmp_path / "weights"))
     assert (tmp_path / "weights" / "model.safetensors").exists()
+
+
+def late(folder: str) -> int:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(make()[0])
+    for number in range(2):
+        accelerator.get_state_dict(model)  # rank 0 has received what the other one sent, which not all ranks pass
+        if accelerator.is_main_process:
+            time.sleep(0.5)  # such as to write it
+        accelerator.save_state(Path(folder, str(number)))
+    accelerator.get_state_dict(model)
+    return len(read_manifest(Path(folder, "1")).state["streams"])
+
+
+def test_a_rank_that_is_late_behind_whole_weights_has_not_gone_on(tmp_path: Path) -> None:
+    assert run_ranks(late, 3, str(tmp_path)) == [3, 3, 3]  # of two, both pass as many messages

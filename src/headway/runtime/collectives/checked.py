@@ -335,11 +335,13 @@ class Collectives:
 
     def send(self, flat: torch.Tensor, to: int) -> None:
         """Bytes of the host to one rank, which calls `receive`; without a handshake: all ranks have agreed on what travels."""
-        dist.send(flat, self._global_rank(to), group=self._cpu_group)
+        with self._attendance.between_two():
+            dist.send(flat, self._global_rank(to), group=self._cpu_group)
 
     def receive(self, flat: torch.Tensor, source: int) -> None:
         """As many bytes as one rank sends, into memory of the host."""
-        dist.recv(flat, self._global_rank(source), group=self._cpu_group)
+        with self._attendance.between_two():
+            dist.recv(flat, self._global_rank(source), group=self._cpu_group)
 
     # ---------------------------------------------------------------- the handshake
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -93,6 +94,7 @@ class Attendance:
 
     def __init__(self) -> None:
         self._place: Place = (0, 0, 0, "")
+        self._left_out, self._paired_since = 0, -1
         self._made: deque[Place] = deque(maxlen=_CALLS)
         self._told: list[object] = []
         self._asked: deque[str] = deque()
@@ -124,10 +126,26 @@ class Attendance:
     def count_group(self) -> None:
         """The process group ends, perhaps in the middle of an exchange that some ranks have begun; what follows is counted anew."""
         self._place = (((self._place[0] >> 32) + 1) << 32, 0, 0, "")
+        self._left_out = 0
 
     def count_exchange(self) -> None:
         """An exchange of all ranks begins."""
+        self._left_out = _sequence()  # first, as the thread that answers may look in between
         self._place = (self._place[0] + 1, 0, 0, "")
+
+    @contextmanager
+    def between_two(self) -> Iterator[None]:
+        """A message from one rank to another is under way, which gloo counts with the collectives, and other ranks do not pass."""
+        self._paired_since = _sequence()
+        try:
+            yield
+        finally:
+            self._left_out += _sequence() - self._paired_since
+            self._paired_since = -1
+
+    def _collectives(self) -> int:
+        """How many collectives this process has entered in torch's default group since the last exchange of all ranks."""
+        return (_sequence() if self._paired_since < 0 else self._paired_since) - self._left_out
 
     def count_micro_batch(self, window: int, number: int) -> None:
         """A micro-batch begins."""
@@ -204,7 +222,7 @@ class Attendance:
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
         """The ranks that have gone on, with where to."""
         gone: dict[int, str] = {}
-        sequence = _sequence()
+        sequence = self._collectives()
         exchanges, batches, calls, _ = self._place
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
         while undecided and not control.has(f"{key}/gone"):
@@ -223,7 +241,7 @@ class Attendance:
         return gone
 
     def _answer(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place]]:
-        """What a rank has told last: its place, how many collectives of torch's it has entered, where it was, and its calls."""
+        """What a rank has told last: its place, how many collectives of torch's it has entered since, where it was, and its calls."""
         key = self._key(f"at/{rank}")
         if not control.has(key):
             return (0, 0, 0, ""), 0, "", []
@@ -247,7 +265,7 @@ class Attendance:
 
     def _tell(self, control: Control, place: Place) -> None:
         """Make known where this rank is, if that is news."""
-        told = [place, _sequence()]
+        told = [place, self._collectives()]
         if told != self._told:
             self._told = told
             site = _users_line(sys._current_frames().get(threading.main_thread().ident or 0))
