@@ -1,11 +1,10 @@
 """Accelerate's names and module paths: which are served, from where and with what difference, and what to use for the others.
 
-`names.json` has the tables, which together answer for every public name of Accelerate 1.15; a house test compares. Names stand in
+`names.txt` has the tables, which together answer for every public name of Accelerate 1.15; a house test compares. Names stand in
 lines of text, by what they have in common. `{megatron}` in a sentence is that of the table of sentences. `finder.py` makes the
 modules. Nothing here imports torch.
 """
 
-import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -13,16 +12,30 @@ from typing import Any, NoReturn
 
 from headway.errors import NotServed
 
-_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text("utf-8"))
+
+def _tables() -> dict[str, dict[str, str]]:
+    """By table, key -> text: `[table]`, then each key on a line of its own, and under it its text, indented.
+
+    Without the standard library's parsers: this is imported with `headway`, while the user's folder still comes first on the path.
+    """
+    found: dict[str, dict[str, str]] = {}
+    table, key = dict[str, str](), ""
+    for line in Path(__file__).with_name("names.txt").read_text("utf-8").splitlines():
+        if line.startswith("["):
+            table = found.setdefault(line.strip("[]"), {})
+        elif line.startswith(" "):
+            table[key] = f"{table[key]} {line.strip()}".lstrip()
+        else:
+            key, table[line] = line, ""
+    return found
 
 
-def _words(lines: str | list[str]) -> list[str]:
-    return " ".join([lines] if isinstance(lines, str) else lines).split()
+_TABLES = _tables()
 
 
 def _by_name(table: str) -> dict[str, str]:
     """Name -> what the names of a group have in common."""
-    return {name: common for common, names in _TABLES[table].items() for name in _words(names)}
+    return {name: common for common, names in _TABLES[table].items() for name in names.split()}
 
 
 def _sentences(told: dict[str, str]) -> dict[str, str]:
@@ -40,7 +53,7 @@ SERVED = _by_name("served")
 RENAMED = _places("renamed")
 """Name -> (module, what it is called there), for `isinstance` above all."""
 
-MODULES = frozenset(_words(_TABLES["modules"]))
+MODULES = frozenset(_TABLES["modules"]["all"].split())
 """Accelerate's modules under the names that a changed import gives them: `headway.utils`, `headway.state`, ...
 
 Not among them: `accelerator` and `tracking`, which Headway has itself.
@@ -52,7 +65,7 @@ AS_ACCELERATE: dict[str, tuple[str, str]] = {
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
-MODULES_AS_ACCELERATE = MODULES | {*_words(_TABLES["modules as accelerate"])}
+MODULES_AS_ACCELERATE = MODULES | {*_TABLES["modules as accelerate"]["all"].split()}
 """The modules of `accelerate` itself where Headway stands in for it."""
 
 NAMES = _sentences(_by_name("not served"))
@@ -67,7 +80,7 @@ REFUSED = _sentences(_TABLES["refused"])
 DIFFERENT = _by_name("different")
 """Name that is served -> how it differs."""
 
-SURFACE: dict[str, list[str]] = {module: _words(names) for module, names in _TABLES["surface"].items()}
+SURFACE: dict[str, list[str]] = {module: names.split() for module, names in _TABLES["surface"].items()}
 """Module, without `accelerate.`, -> its public names."""
 
 
