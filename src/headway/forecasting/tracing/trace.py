@@ -213,8 +213,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
             return func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name == _WAIT:
-            return args[0]  # as it does; without values, torch makes another
+        if name == _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # as it does with values; without them, torch makes another
         self._gathered.look()
         self.last = name
         self._operations[name] += 1
