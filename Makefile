@@ -53,9 +53,9 @@ again:
 	@echo "== what failed runs once more, alone; see above what failed first =="
 	$(BIN)/pytest -q -m "not slurm" --last-failed --last-failed-no-failures none tests
 
-# The site, in build/site; it reads the source without importing it, so neither Headway nor torch is installed.
+# The site, in build/site; of the source, only names are imported, so neither Headway nor torch is installed.
 docs: $(DOCS)/.installed
-	$(PYTHON) scripts/pages.py $(PAGES)
+	PYTHONPATH=src $(PYTHON) scripts/pages.py $(PAGES)
 	PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/zensical build --clean --strict --config-file build/mkdocs.yml
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
