@@ -2,7 +2,7 @@
 
 from scripts import lines
 
-BUDGET = 56_905
+BUDGET = 56_912
 """Lines of code in src, without docstrings, comments and blanks. The aim is 42,000; whoever raises this says why in DECISIONS.md."""
 
 

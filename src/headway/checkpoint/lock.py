@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class LockOwner:
         return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
-class PlaceLock:
+class PlaceLock(ABC):
     """The lock of one place; what makes it so is a file beside it, or an object.
 
     Args:
@@ -101,13 +102,13 @@ class PlaceLock:
         self._pid, self._over = os.getpid(), threading.Event()
         self._take()
 
+    @abstractmethod
     def check(self) -> None:
         """Have it still.
 
         Raises:
             CheckpointError: another run has taken it, as this one was silent for long.
         """
-        raise NotImplementedError
 
     def release(self) -> None:
         """Let others have it; nothing in a process that was forked."""
@@ -115,11 +116,13 @@ class PlaceLock:
             self._over.set()
             self._remove()
 
+    @abstractmethod
     def _take(self) -> None:
-        raise NotImplementedError
+        """Make the file, or the object, where nobody else has."""
 
+    @abstractmethod
     def _remove(self) -> None:
-        raise NotImplementedError
+        """Remove it, where it is this run's still."""
 
     def _is_own(self, text: bytes) -> bool:
         """Is it of this start of the run, perhaps by another machine?"""

@@ -45,6 +45,8 @@ from headway.runtime.group import MARGIN, part
 from headway.runtime.process import ProcessRuntime
 from headway.training.hooks import StepHooks
 
+log = get_logger(__name__)
+
 
 class NeighbourCopies:
     """Exchanges parts; every rank makes it, on its main thread.
@@ -107,8 +109,6 @@ def _mapped(path: Path, size: int) -> torch.Tensor:
     """The bytes of a file, which is made where it is not there."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
-
-log = get_logger(__name__)
 
 _KEPT = 2
 """The last one, and the one before, which is whole while the last one is written."""

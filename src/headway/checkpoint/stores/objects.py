@@ -35,6 +35,8 @@ from headway.common.object_path import PART, THREADS, ObjectPath
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, ObjectStoreError
 from headway.log import get_logger
 
+log = get_logger(__name__)
+
 
 class FetchedCheckpoint:
     """A local folder with parts of a checkpoint's files.
@@ -170,8 +172,6 @@ def _hash(view: memoryview, number: int, run: range, written: WrittenFile) -> st
     start = (number - run.start) * written.piece
     return xxhash.xxh3_128(view[start : start + written.piece]).hexdigest()
 
-
-log = get_logger(__name__)
 
 _DATA = re.compile(r"data-[0-9a-f]{16}")
 

@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -449,9 +448,16 @@ def build_guard(
     return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
 
 
-def build_replay(policy: NonFinitePolicy, *of_run: Any) -> WindowReplay | None:
-    """What runs a bad window again, where the policy wants it; the rest is for `WindowReplay`."""
-    return WindowReplay(*of_run) if policy.explains or policy.action == "explain" else None
+def build_replay(
+    policy: NonFinitePolicy,
+    prepared: PreparedObjects,
+    windows: AccumulationWindows,
+    events: LoaderEvents,
+    runtime: ProcessRuntime,
+) -> WindowReplay | None:
+    """What runs a bad window again, where the policy wants it."""
+    is_wanted = policy.explains or policy.action == "explain"
+    return WindowReplay(prepared, windows, events, runtime) if is_wanted else None
 
 
 def has_scaler(precision: Precision, strategy: Strategy) -> bool:
