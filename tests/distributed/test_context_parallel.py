@@ -154,6 +154,45 @@ def the_models_own_loss() -> None:
             compare_gradients(model, whole, 1e-5)
 
 
+def penalty_by_hand(updates: int = 3) -> Curve:
+    """Windows of 8 rows, and a penalty on all weights beside each window's loss."""
+    model = seeded(0, gpt)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (ids, targets), _ in zip(windows(8), range(updates)):
+        (mean_loss(model(ids), targets) + weight_penalty(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": whole_weights(model)}
+
+
+def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0).flatten())
+
+
+def weight_penalty(model: nn.Module) -> torch.Tensor:
+    return 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalised(layout: str, updates: int = 3) -> Curve:
+    """The same through the Accelerator: the penalty has a backward of its own in each of two micro-batches."""
+    accelerator = Accelerator(cpu=True, strategy=layout, gradient_accumulation_steps=2)
+    model = seeded(0, gpt)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(*rows()), batch_size=4 // accelerator.strategy.data_shard.count)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for ids, targets in loader:
+        if accelerator.num_updates == updates:
+            break
+        with accelerator.accumulate(model):
+            accelerator.backward(mean_loss(model(ids), targets))
+            accelerator.backward(weight_penalty(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    curve = {"weights": whole_weights(model)}
+    accelerator.end_training()
+    return curve
+
+
 # ---------------------------------------------------------------- evaluation, masks, dropout
 
 
@@ -362,12 +401,12 @@ def scenarios(folder: str) -> list[str]:
     )
 
 
-def on_two(folder: str) -> tuple[list[str], dict[str, Curve], Curve]:
-    return scenarios(folder), curves(2), judged("cp")
+def on_two(folder: str) -> tuple[list[str], dict[str, Curve], Curve, Curve]:
+    return scenarios(folder), curves(2), judged("cp"), penalised("cp")
 
 
-def on_four() -> tuple[dict[str, Curve], Curve]:
-    found = curves(4), judged("fsdp+cp=2")
+def on_four() -> tuple[dict[str, Curve], Curve, Curve]:
+    found = curves(4), judged("fsdp+cp=2"), penalised("fsdp+cp=2")
     combinations_that_cannot()
     return found
 
@@ -379,22 +418,22 @@ def combinations_that_cannot() -> None:
         Accelerator(cpu=True, strategy="cp", mixed_precision="fp8", kwargs_handlers=[Float8Options(emulate=True)])
 
 
-def compare(found: dict[str, Curve], own: Curve) -> None:
+def compare(found: dict[str, Curve], own: Curve, held: Curve) -> None:
     for name, curve in found.items():
         off = difference(curve, by_hand(TABLE[name][2]))
         assert all(off[kind] < least for kind, least in CLOSE.items()), (name, off)
     off = difference(own, judged_by_hand())
     assert all(off[kind] < least for kind, least in CLOSE.items()), off
+    for name, weight in penalty_by_hand()["weights"].items():
+        torch.testing.assert_close(held["weights"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_two_parts_are_the_whole(tmp_path: Any) -> None:
-    for wrong, found, own in run_ranks(on_two, 2, str(tmp_path), timeout=400):
+    for wrong, *rank_curves in run_ranks(on_two, 2, str(tmp_path), timeout=400):
         assert not wrong, wrong
-        rank_curves = found, own
     compare(*rank_curves)
     assert ROWS % 8, "windows end ragged"
 
 
 def test_four_ranks_in_products_of_layouts_are_the_whole() -> None:
-    found, own = run_ranks(on_four, 4, timeout=400)[0]
-    compare(found, own)
+    compare(*run_ranks(on_four, 4, timeout=400)[0])

@@ -339,7 +339,7 @@ class MeshStrategy(Strategy):
         if not dtensors.is_of_parameters(loss):
             return loss, factor
         whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
-        return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
+        return whole, self.data_group.reduce_numbers([factor])[0] / self.gradient_divisor
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward, and note which parameters take part in it."""

@@ -312,7 +312,16 @@ class PipelineStrategy(Strategy):
         return loss
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
-        """Run the schedule of a batch in hand; or the loss's own backward, and then the stages' from last to first."""
+        """Run the schedule of a batch in hand; or the loss's own backward, and then the stages' from last to first.
+
+        Raises:
+            UnsupportedError: a loss that is made of parameters, which other stages have.
+        """
+        if loss.is_meta:
+            raise UnsupportedError(
+                "this loss is on the meta device: it is made of parameters that other stages of the pipeline have. Make the loss of "
+                "the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay"
+            )
         self._set_aside()
         task, self._task = self._task, None
         if task is not None:
