@@ -44,7 +44,7 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
     is_green = True
     for script in scripts:
         rows = _find_names(script)
-        is_green = is_green and not any(_is_failure(each) for each, _ in rows)
+        is_green = is_green and not any(each.status in ("not served", "unknown") for each, _ in rows)
         told[str(script)] = [_make_row(each) | {"line": line} for each, line in rows]
         if not as_json:  # each file as it is read: many take a while
             _echo_script(str(script), rows)
@@ -52,10 +52,6 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=1))
     if not is_green:
         click.get_current_context().exit(1)
-
-
-def _is_failure(each: Answer) -> bool:
-    return each.status in ("not served", "unknown")
 
 
 def _find_names(script: Path) -> list[tuple[Answer, int]]:

@@ -129,7 +129,7 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
             num_tasks,
             read.number("SLURM_LOCALID") or 0,
             here,
-            _gpus_per_task(read.text("SLURM_GPUS_PER_TASK")),
+            whole_number(read.text("SLURM_GPUS_PER_TASK").rpartition(":")[2]) or 0,  # "2" and "h100:2" are two
         )
     if num_machines > 1:
         nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
@@ -137,11 +137,6 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
     if num_tasks > 1:
         read.decide_port(read.number("SLURM_JOB_ID"), "SLURM_JOB_ID")
     return Cluster("SLURM", read.layer, task)
-
-
-def _gpus_per_task(text: str) -> int:
-    """'2' and 'h100:2' are two; 0 where nothing is said."""
-    return whole_number(text.rpartition(":")[2]) or 0
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:

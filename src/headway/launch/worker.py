@@ -105,7 +105,7 @@ def _new_main(**attributes: object) -> None:
 def _prepare_script(target: str) -> CodeType:
     """Set up `python TARGET`: a file, or a folder or archive that holds a `__main__.py`."""
     path = os.path.join(os.getcwd(), target)
-    if os.path.isfile(path) and not _is_archive(path):
+    if os.path.isfile(path) and not path.endswith((".zip", ".pyz", ".egg")):
         _set_first_path(os.path.dirname(os.path.realpath(path)))
         _new_main(__file__=path, __loader__=importlib.machinery.SourceFileLoader("__main__", path), __spec__=None)
         with io.open_code(path) as file:
@@ -156,7 +156,3 @@ def _set_first_path(folder: str) -> None:
     # `python -P` and PYTHONSAFEPATH put no folder first.
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)
-
-
-def _is_archive(path: str) -> bool:
-    return path.endswith((".zip", ".pyz", ".egg"))

@@ -224,7 +224,7 @@ class HangWatch:
             view,
             pid=worker.pid,
             exit_code=worker.exit_code,
-            state=_read_state(worker.pid),
+            state=_read_stat_fields(worker.pid)[0],
             writing_age=now - worker.written,
             idle_age=now - worker.active,
         )
@@ -299,11 +299,6 @@ def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[
         frames = next((thread for thread in threads if stacks.users(thread)), threads[0] if threads else view.frames)
         found.append(replace(view, frames=tuple(frames), frames_age=0.0) if threads else view)
     return found
-
-
-def _read_state(pid: int) -> str:
-    """The kernel's letter for a process; "" where it does not say."""
-    return _read_stat_fields(pid)[0]
 
 
 def _count_bytes_written(pid: int, path: Path) -> int:

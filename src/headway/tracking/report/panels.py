@@ -120,7 +120,7 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
             found.append(Panel(section, name, _guess_unit(name), lines=drawn.lines({name: ""}), is_smoothed=True))
     for rest, labels in evaluations.items():
         shown = labels if len(labels) > 1 else dict.fromkeys(labels, "")
-        found.append(Panel("Evaluation", _make_title(rest), lines=drawn.lines(shown)))
+        found.append(Panel("Evaluation", rest.replace("_", " ").capitalize(), lines=drawn.lines(shown)))
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
         narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
@@ -188,10 +188,6 @@ class _Drawing:
                 is_dashed = name == "memory_peak" and len(self.runs) == 1
                 found.append(ChartLine(index, name, label, colour, is_dotted, is_dashed, series))
         return found
-
-
-def _make_title(name: str) -> str:
-    return name.replace("_", " ").capitalize()
 
 
 def _guess_unit(name: str) -> str:

@@ -6,10 +6,6 @@ from typing import Any
 from headway.memory import batch_size
 
 
-def _nine_tenths(size: int) -> int:
-    return int(size * 0.9)
-
-
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
@@ -23,4 +19,4 @@ def find_executable_batch_size(
         reduce_batch_size_fn: gives the next one; None: nine tenths of it (Headway's own takes half).
     """
     call: Any = batch_size.find_executable_batch_size
-    return call(function, starting_batch_size, reduce_batch_size_fn or _nine_tenths)
+    return call(function, starting_batch_size, reduce_batch_size_fn or (lambda size: int(size * 0.9)))

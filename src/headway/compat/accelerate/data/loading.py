@@ -72,7 +72,11 @@ class AccelerateRules(ShardRules):
                 return SeededShuffle(sampler, _first_seed(draws))
             if draws.agree is not None and sampler.generator is None:
                 sampler = _with_generator(sampler, torch.Generator().manual_seed(_draw()))
-        elif draws.agree is not None and not draws.config.use_seedable_sampler and _lacks_generator(sampler):
+        elif (
+            draws.agree is not None
+            and not draws.config.use_seedable_sampler
+            and getattr(sampler, "generator", sampler) is None
+        ):
             sampler = copy.copy(sampler)  # such as torch's WeightedRandomSampler
             sampler.generator = torch.Generator().manual_seed(_draw())
         # Seedable is only torch's own shuffling; another sampler draws from the streams that it finds.
@@ -97,10 +101,6 @@ def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> Rando
     # The sampler holds None where it follows its data's length.
     num_samples = sampler._num_samples
     return RandomSampler(sampler.data_source, sampler.replacement, num_samples, generator=generator)
-
-
-def _lacks_generator(sampler: Any) -> bool:
-    return getattr(sampler, "generator", sampler) is None
 
 
 def _draw() -> int:
