@@ -72,8 +72,8 @@ dist: setup
 cluster: setup
 	$(BIN)/pytest -q tests/cluster
 
-# Saves in which one call fails (strace), an hour of runs that are ended at random moments, another of sharded
-# ones, and checkpoints of every layout loaded under every other; tests/sweep says how one is repeated.
+# Saves in which one call fails (strace), an hour of runs that are ended at random moments, another of sharded ones, random
+# loops beside plain PyTorch, and checkpoints of every layout loaded under every other; tests/sweep says how one is repeated.
 SEED ?= 7
 MINUTES ?= 60
 sweep: setup
@@ -81,7 +81,8 @@ sweep: setup
 	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes $(MINUTES); runs=$$?; \
 	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 60 --minutes $(MINUTES) --sharded; sharded=$$?; \
 	$(BIN)/python -m tests.sweep.memory --seed $(SEED) --count 100; memory=$$?; \
-	$(BIN)/python -m tests.sweep.layouts && $(BIN)/python -m tests.sweep.layouts --model moe && exit $$((calls + runs + sharded + memory))
+	$(BIN)/python -m tests.sweep.loops --count 200; loops=$$?; \
+	$(BIN)/python -m tests.sweep.layouts && $(BIN)/python -m tests.sweep.layouts --model moe && exit $$((calls + runs + sharded + memory + loops))
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

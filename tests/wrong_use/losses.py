@@ -138,7 +138,7 @@ def l1_apart(s: Script) -> None:
 
 
 @row(
-    "an L1 penalty on the weights, added to the loss",
+    "an L1 penalty on the weights, added to the loss (fsdp: of a model that is one unit; with several, tp's error)",
     EQUAL,
     tp=error("a backward of its own"),
     by_hand=_penalised_weights,

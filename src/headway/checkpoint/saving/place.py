@@ -158,7 +158,7 @@ class CheckpointFolder:
         """
         folder, passed_over = self._reader.newest(self.parent(), run)
         for line in passed_over:
-            log.warning("a checkpoint is passed over: %s", line)
+            log.warning_once("a checkpoint is passed over: %s", line)
         copies = committed(self.parent()) if folder is None and not passed_over and run is None else []
         if copies and all(map(copy_of, copies)):
             raise CheckpointError(

@@ -1,0 +1,360 @@
+"""Random training loops beside the same loop in plain PyTorch: any combination of what a loop may use.
+
+    python -m tests.sweep.loops                          # 200 loops from seed 0, in about half an hour on two cores
+    python -m tests.sweep.loops --first 70 --count 30    # loops 70 to 99
+
+A seed gives a layout, a data set and its loader, an optimizer, a schedule, windows, a form of the loop and a loss (`loop_parts.py`).
+Half of the loops are saved at some micro-batch and gone on with in other processes, some of those under another layout. Everything is
+in float64: weights after the last update are those of a hand-written loop on one process, up to 1e-8. What differs is printed with
+its seed, and the exit code is 1.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    PipelineOptions,
+    ProjectConfiguration,
+)
+from tests.distributed.layouts import PADDING
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.sweep.loop_parts import (
+    SHARDS,
+    Loop,
+    drawn,
+    evaluation,
+    loader_of,
+    losses,
+    model_of,
+    optimizers_of,
+    penalty,
+    rows_of,
+    schedule_of,
+    trained,
+)
+
+CLOSE = 1e-8
+
+
+@dataclass
+class Trained:
+    """What a loop ended with: whole weights, their moving averages, and the rates and norms of its updates."""
+
+    weights: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
+    rates: list[list[float]]
+    norms: list[float]
+    num_updates: int
+
+
+def _averaged(averages: dict[str, torch.Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in averages:
+                averages[name].lerp_(parameter, 0.1)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def by_hand(loop: Loop) -> Trained:
+    """On one process; a batch is what all ranks read at a time."""
+    model = model_of(loop)
+    optimizers = optimizers_of(loop, model)
+    schedule = schedule_of(loop, optimizers[0])
+    ids, targets, _ = rows_of(loop)
+    found = Trained({}, {n: p.detach().clone() for n, p in model.named_parameters() if loop.averages}, [], [], 0)
+    window: list[list[int]] = []
+
+    def update() -> None:
+        rows = [row for batch in window for row in batch]
+        means, sums = losses(model(ids[rows]), targets[rows])
+        loss = sums.sum() / (targets[rows] != PADDING).sum() if loop.loss in ("tokens", "sum") else means.mean()
+        loss = loss + penalty(model) if loop.loss == "penalty" else loss
+        (loss * (len(window) / loop.steps if loop.form == "by hand" else 1.0)).backward()
+        if loop.clip == "norm":
+            found.norms.append(nn.utils.clip_grad_norm_(trained(model), 0.5).item())
+        if loop.clip == "value":
+            nn.utils.clip_grad_value_(trained(model), 0.01)
+        for optimizer in optimizers:
+            optimizer.step()
+        if loop.schedule == "plateau":
+            schedule.step(1.0)
+        elif loop.schedule not in ("", "epoch"):
+            per_update = 1 if loop.is_split else loop.num_shards
+            for _ in range({"": per_update, "micro-batches": per_update * len(window), "updates": 1}[loop.ticks]):
+                schedule.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.rates.append([group["lr"] for group in optimizers[0].param_groups])
+        found.num_updates += 1
+        window.clear()
+        _averaged(found.averages, model)
+
+    for rounds in _orders(loop):
+        for rows, is_last in rounds:
+            window.append(rows)
+            if len(window) == loop.steps or (is_last and not loop.crosses_epochs):
+                update()
+        if loop.schedule == "epoch":
+            schedule.step()
+    return replace(found, weights={name: tensor.detach() for name, tensor in model.state_dict().items()})
+
+
+def _orders(loop: Loop) -> Iterator[list[tuple[list[int], bool]]]:
+    """Each epoch's batches, their rows and whether it is the loader's last: from the plain loader, as a plain loop reads it."""
+    torch.manual_seed(loop.seed + 2)
+    loader, evaluated = loader_of(loop, loop.whole_batch), DataLoader(TensorDataset(torch.arange(2)))
+    length = loop.num_rows // loop.whole_batch if loop.drops_last else -(-loop.num_rows // loop.whole_batch)
+    epochs, count = [], 0
+    for epoch in range(loop.num_epochs):
+        rounds: list[tuple[list[int], bool]] = []
+        for number, batch in enumerate(loader):
+            is_last = number + 1 == length
+            if is_last or number not in loop.skipped:
+                rounds.append((_columns(batch)[2].tolist(), is_last))
+                count += 1
+                if loop.evaluates_every and count % loop.evaluates_every == 0:
+                    next(iter(evaluated))
+            if epoch == 0 and number + 1 == loop.ends_at:
+                break
+        epochs.append(rounds)
+    return iter(epochs)
+
+
+def _columns(batch: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(batch.values() if isinstance(batch, dict) else batch)
+
+
+# ---------------------------------------------------------------- on ranks
+
+
+def settings(loop: Loop, layout: str, folder: str) -> dict[str, Any]:
+    """An Accelerator's arguments."""
+    options: list[Any] = [ActivationCheckpointing()] if loop.recomputes else []
+    if loop.pipeline and "pp" in layout:
+        options.append(PipelineOptions(schedule=loop.pipeline))
+    windows = (
+        {"gradient_accumulation_steps": loop.steps}
+        if loop.form == "by hand"
+        else {
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                loop.steps, sync_with_dataloader=not loop.crosses_epochs
+            )
+        }
+    )
+    ticks = {
+        "": {},
+        "micro-batches": {"adjust_scheduler_to_accumulation": True},
+        "updates": {"scheduler_ticks": "updates"},
+    }
+    return {
+        "cpu": True,
+        "strategy": None if layout == "none" else layout.partition("@")[0],
+        "preemption": False,
+        "kwargs_handlers": options,
+        "project_config": ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        "dataloader_config": DataLoaderConfiguration(
+            split_batches=loop.is_split, even_batches=False, dispatch_batches=loop.dispatches or None
+        ),
+        **windows,
+        **({"microbatching": "auto"} if loop.out_of_memory else {}),
+        **({"step_scheduler_with_optimizer": False} if loop.schedule == "epoch" else ticks[loop.ticks]),
+    }  # fmt: skip
+
+
+class Run:
+    """The loop as a user writes it."""
+
+    def __init__(self, loop: Loop, layout: str, folder: str) -> None:
+        self.loop = loop
+        self.accelerator = Accelerator(**settings(loop, layout, folder))
+        model = model_of(loop)
+        optimizers = optimizers_of(loop, model)
+        schedule = schedule_of(loop, optimizers[0])
+        size = loop.whole_batch if loop.is_split else loop.batch_size
+        torch.manual_seed(loop.seed + 2)
+        self.model, self.loader, self.evaluation, *self.optimizers = self.accelerator.prepare(
+            model, loader_of(loop, size), evaluation(loop), *optimizers
+        )
+        self.schedule = None if schedule is None else self.accelerator.prepare(schedule)
+        if loop.out_of_memory and self.accelerator.is_last_process:
+            self._left = loop.out_of_memory
+            self.model.register_forward_pre_hook(self._exhaust)
+        averages = {n: p.detach().clone() for n, p in self.model.named_parameters() if loop.averages}
+        self.found = Trained({}, averages, [], [], 0)
+
+    def _exhaust(self, model: nn.Module, inputs: Any) -> None:
+        if model.training and len(inputs[0]) > 1:
+            self._left -= 1
+            if self._left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def __call__(self, stop: int) -> Trained | None:
+        """Train; None: the run was saved after `stop` micro-batches."""
+        loop, count = self.loop, 0
+        self.accelerator.resume("latest")
+        for epoch in self.accelerator.epochs(loop.num_epochs):
+            for number, batch in enumerate(self.loader):
+                is_left = epoch == 0 and number + 1 == loop.ends_at
+                if number in loop.skipped and not self.loader.is_last:
+                    if is_left:
+                        break
+                    continue
+                if self._micro_batch(*_columns(batch)[:2], number + 1):
+                    self.found.rates.append([group["lr"] for group in self.optimizers[0].param_groups])
+                    _averaged(self.found.averages, self.model)
+                count += 1
+                if loop.evaluates_every and count % loop.evaluates_every == 0:
+                    self._evaluate()
+                if count == stop:
+                    self.accelerator.save_state(blocking=not loop.in_background)
+                    self.accelerator.end_training()
+                    return None
+                if is_left:
+                    break
+            if loop.schedule == "epoch":
+                self.schedule.step()
+        return self._end()
+
+    def _end(self) -> Trained:
+        whole = {name: tensor.detach().clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
+        averages = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in self.found.averages.items()}
+        return replace(self.found, weights=whole, averages=averages, num_updates=self.accelerator.num_updates)
+
+    def _evaluate(self) -> None:
+        self.model.eval()
+        seen = [row for (rows,) in self.evaluation for row in self.accelerator.gather_for_metrics(rows).tolist()]
+        self.model.train()
+        assert seen == list(range(self.loop.num_rows)), seen
+
+    def _micro_batch(self, ids: torch.Tensor, targets: torch.Tensor, number: int) -> bool:
+        """Was it an update?"""
+        loop, accelerator = self.loop, self.accelerator
+        if loop.form == "by hand":
+            accelerator.backward(self._loss(ids, targets))
+            if loop.loss == "penalty":
+                accelerator.backward(penalty(self.model))
+            return (number % loop.steps == 0 or self.loader.is_last) and self._update(True)
+        if loop.form == "forward_backward":
+            weight = (lambda piece: (piece[1] != PADDING).sum()) if loop.loss in ("tokens", "sum") else None
+            reduction = "sum" if loop.loss == "sum" else "mean"
+            accelerator.forward_backward((ids, targets), lambda piece: self._loss(*piece), weight, reduction)
+            return self._update(accelerator.sync_gradients)
+        if loop.form == "microbatches":
+            for piece in accelerator.microbatches((ids, targets)):
+                with accelerator.accumulate(self.model):
+                    self._backward(*piece)
+            return self._update(accelerator.sync_gradients)
+        with accelerator.accumulate(self.model):
+            self._backward(ids, targets)
+            if loop.loss == "penalty":
+                accelerator.backward(penalty(self.model))
+            return self._update(accelerator.sync_gradients)
+
+    def _loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        means, sums = losses(self.model(ids), targets)
+        if self.loop.loss == "mask":
+            return (means * self.loader.mask).sum()
+        if self.loop.loss == "tokens":
+            return sums.sum() / (targets != PADDING).sum().clamp(min=1)
+        return sums.sum() if self.loop.loss == "sum" else means.mean()
+
+    def _backward(self, ids: torch.Tensor, targets: torch.Tensor) -> None:
+        weighed: dict[str, Any] = {}
+        if self.loop.loss in ("tokens", "sum"):
+            weighed["weight"] = (targets != PADDING).sum()
+        if self.loop.loss == "mask":
+            weighed["weight"] = self.loader.mask.sum()
+        if self.loop.loss in ("sum", "mask"):
+            weighed["reduction"] = "sum"
+        self.accelerator.backward(self._loss(ids, targets), **weighed)
+
+    def _update(self, is_due: bool) -> bool:
+        if is_due and self.loop.clip == "norm":
+            self.found.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+        if is_due and self.loop.clip == "value":
+            self.accelerator.clip_grad_value_(self.model.parameters(), 0.01)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.loop.schedule == "plateau" and is_due:
+            self.schedule.step(1.0)
+        elif self.loop.schedule not in ("", "epoch", "plateau"):
+            self.schedule.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return is_due
+
+
+def on_ranks(loop: Loop, layout: str, folder: str, stop: int = 0) -> Trained | None:
+    return Run(loop, layout, folder)(stop)
+
+
+# ---------------------------------------------------------------- beside each other
+
+
+def differences(loop: Loop) -> list[str]:
+    """What is not as in the hand-written loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(on_ranks, SHARDS[loop.layout][0], loop, loop.layout, folder, loop.saved_at, timeout=240)[0]
+        is_whole = found is not None  # not saved on the way, so it told of all updates
+        if found is None:
+            found = run_ranks(on_ranks, SHARDS[loop.resumed][0], loop, loop.resumed, folder, timeout=240)[0]
+    wanted = by_hand(loop)
+    wrong = (
+        [f"{found.num_updates} updates, not {wanted.num_updates}"] if found.num_updates != wanted.num_updates else []
+    )
+    wrong += _apart("weight", found.weights, wanted.weights)
+    if is_whole:
+        wrong += _apart("average", found.averages, wanted.averages)
+        for kind, mine, other in (("rate", found.rates, wanted.rates), ("norm", found.norms, wanted.norms)):
+            if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=CLOSE):
+                wrong.append(f"{kind}s {mine[:4]}, not {other[:4]}")
+    return wrong
+
+
+def _apart(kind: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    if found.keys() != wanted.keys():
+        return [f"{kind}s of {sorted(found.keys() ^ wanted.keys())}"]
+    off = {name: float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+    worst = max(off, key=off.__getitem__, default="")
+    return [f"{kind} {worst} by {off[worst]:.1e}"] if worst and not off[worst] <= CLOSE else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=200, help="how many loops")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    num_wrong = 0
+    for seed in range(args.first, args.first + args.count):
+        loop, began = drawn(seed), time.monotonic()
+        try:
+            wrong = differences(loop)
+        except RankFailed as error:
+            lines = [line for line in str(error).splitlines() if line.startswith("headway.errors.")]
+            wrong = lines[:1] or [str(error)]
+        num_wrong += bool(wrong)
+        print(f"{seed}: {'; '.join(wrong) or 'equal'} ({time.monotonic() - began:.0f} s)", flush=True)
+        if wrong:
+            print(f"    {loop}", flush=True)
+    print(f"{args.count - num_wrong} of {args.count} are equal")
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
