@@ -53,8 +53,8 @@ COPIES_AFTER: dict[str, Sizes] = {
         f"aten::_upsample_{each}2d_aa{way}": _copies(0) for each in ("bilinear", "bicubic") for way in ("", "_backward")
     },
     **{f"aten::{name}_pool3d_backward": _copies(0) for name in ("avg", "_adaptive_avg")},
-    **dict.fromkeys(("aten::adaptive_max_pool2d", "aten::max_pool3d_with_indices_backward"), _copies(0)),
-    "aten::adaptive_max_pool2d_backward": _copies(0, 1),
+    **{f"aten::{name}": _copies(0) for name in ("adaptive_max_pool2d", "adaptive_max_pool2d_backward")},
+    "aten::max_pool3d_with_indices_backward": _copies(0),
     **{f"aten::upsample_{each}2d_backward": _copies(0, like=0) for each in ("nearest", "bilinear", "bicubic")},
     **{f"aten::{each}": _copies(0, like=0) for each in ("upsample_nearest2d", "max_pool2d_with_indices", "avg_pool2d")},
     **{f"aten::{each}_backward": _copies(1, 0, like=1) for each in ("max_pool2d_with_indices", "avg_pool2d")},

@@ -73,12 +73,16 @@ def _embedding_sums(args: tuple[Any, ...]) -> list[int]:
 
 
 def _sorting(args: tuple[Any, ...]) -> list[int]:
-    """Rows that no block sorts by itself: where values were, of several rows twice and the values too, and room for radix sort."""
+    """Rows that no block sorts by itself: where values were, of several rows twice and the values too, and room for radix sort.
+
+    What that takes beside the values, 0.1 to 4.5 MB by the device, is left out.
+    """
     values, size = args[0], args[0].numel() * 8
     length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
     if not size or length <= _SORTED_BY_BLOCK:
         return []
-    return [size, *([size, values.nbytes] if length * 8 < size else []), values.nbytes + size]
+    rows = [size, values.nbytes] if length * 8 < size else []
+    return [size, *rows, values.nbytes + size, *([] if values.is_contiguous() else [2 * values.nbytes + size])]
 
 
 def _indexed_sums(args: tuple[Any, ...]) -> list[int]:

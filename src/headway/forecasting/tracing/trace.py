@@ -268,9 +268,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                     self._seen(each, name, args, behind[index] if index < len(behind) else 0)
 
     def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
-        """Where a workspace is not known, it is assumed to be no larger than what the operation reads."""
+        """Where a workspace is not known, it is assumed to be no larger than what the operation reads and is assumed to keep."""
         if name in UNKNOWN_SCRATCH and self._device.is_cuda:
             num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            num_bytes += sum(self._oversized[name](args)) if name in self._oversized else 0  # assumed as well
             self._unsure = max(self._unsure, num_bytes)
 
     def enter(self, phase: str) -> None:
