@@ -247,7 +247,11 @@ UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::_cudnn_rnn": "what cuDNN keeps of recurrent layers is assumed: gates, cells and outputs of every step",
     "aten::_ctc_loss": "the workspace of the CTC loss is not counted",
     "aten::sort": "the workspace of sorting is not counted",
-    "aten::linalg_svd": "cuSOLVER's workspaces are not counted",
+    **dict.fromkeys((f"aten::_fft_{name}" for name in ("r2c", "c2c", "c2r")), "cuFFT's workspaces are not counted"),
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("linalg_svd", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_inv_ex")),
+        "cuSOLVER's workspaces are not counted",
+    ),
 }
 """What is known not to be known, by operation."""
 
