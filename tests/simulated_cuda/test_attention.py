@@ -8,7 +8,7 @@ import pytest
 
 COMPARED = """
 import itertools, torch
-from headway.forecasting.device.kernels import AttentionKernel
+from headway.forecasting.device.attention import AttentionKernel
 torch.backends.cuda.enable_cudnn_sdp(True)
 NAMES = ("math", "flash", "efficient", "cudnn")
 choice = AttentionKernel(torch.cuda.get_device_capability(), tuple(map(int, torch.__version__.split(".")[:2])))

@@ -36,6 +36,7 @@ COPIES_BEFORE: dict[str, Sizes] = {
     "aten::native_layer_norm_backward": _copies(1),
     "aten::native_group_norm_backward": _copies(0, 1),
     "aten::_adaptive_avg_pool2d": _copies(0, like=0),
+    **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::median"), _copies(0)),
     "aten::roll": lambda args: (
         [args[0].nbytes] if len(args) < 3 or len(args[2]) > 1 else _copies(0)(args)
     ),  # one by one
@@ -43,8 +44,17 @@ COPIES_BEFORE: dict[str, Sizes] = {
 """Bytes asked for before the results, by operation."""
 
 COPIES_AFTER: dict[str, Sizes] = {
-    **{f"aten::{name}": _copies(0) for name in ("_softmax", "_log_softmax", "_log_softmax_backward_data", "cumsum")},
-    **{f"aten::{name}": _copies(0) for name in ("native_group_norm", "native_layer_norm_backward")},
+    **{f"aten::{name}": _copies(0) for name in ("_softmax", "_log_softmax", "_log_softmax_backward_data")},
+    **{f"aten::{name}": _copies(0) for name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "topk")},
+    **{f"aten::{name}": _copies(0) for name in ("native_group_norm", "native_layer_norm_backward", "im2col", "col2im")},
+    **{f"aten::reflection_pad{dims}d{way}": _copies(0) for dims in (1, 2) for way in ("", "_backward")},
+    **{f"aten::upsample_{each}_backward": _copies(0) for each in ("nearest1d", "linear1d", "nearest3d", "trilinear3d")},
+    **{
+        f"aten::_upsample_{each}2d_aa{way}": _copies(0) for each in ("bilinear", "bicubic") for way in ("", "_backward")
+    },
+    **{f"aten::{name}_pool3d_backward": _copies(0) for name in ("avg", "_adaptive_avg")},
+    **{f"aten::{name}": _copies(0) for name in ("adaptive_max_pool2d", "adaptive_max_pool2d_backward")},
+    "aten::max_pool3d_with_indices_backward": _copies(0),
     **{f"aten::upsample_{each}2d_backward": _copies(0, like=0) for each in ("nearest", "bilinear", "bicubic")},
     **{f"aten::{each}": _copies(0, like=0) for each in ("upsample_nearest2d", "max_pool2d_with_indices", "avg_pool2d")},
     **{f"aten::{each}_backward": _copies(1, 0, like=1) for each in ("max_pool2d_with_indices", "avg_pool2d")},

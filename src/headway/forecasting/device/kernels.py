@@ -10,15 +10,15 @@ in half precision are the same on both.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from headway.forecasting.device import workspaces
+from headway.forecasting.device import attention, workspaces
 from headway.forecasting.device.copies import COPIES_AFTER, COPIES_BEFORE, rms_norm
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.workspaces import Sizes, of_sums
@@ -49,50 +49,9 @@ AS_GIVEN = (
 """A CPU's autocast makes their inputs float32; CUDA's has nothing to do with them, but with what they call."""
 
 
-FLASH_MAX_HEAD = 256
 _HALVES = (torch.float16, torch.bfloat16)
-_SORTED_FROM = 3072
-"""Up to so many indices an embedding's backward on CUDA needs no sorting."""
-
-
-def _flash_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query, and the gradient of queries in float32."""
-    query = args[1]
-    samples, heads, length, width = query.shape
-    padded, wide = -(-length // 128) * 128, -(-width // 32) * 32
-    copies = [*_as_kernels_read(args[0]), *_as_kernels_read(args[4])]
-    return [*copies, samples * heads * padded * 4, samples * heads * padded * wide * 4]
-
-
-def _as_kernels_read(tensor: torch.Tensor) -> list[int]:
-    """A copy of what does not lie by samples, tokens and heads."""
-    return [] if tensor.transpose(1, 2).is_contiguous() else [tensor.nbytes]
-
-
-def _grouped_gradients(args: tuple[Any, ...]) -> list[int]:
-    """Gradients of grouped heads are those of all heads until they are summed up."""
-    query, key = args[1], args[2]
-    samples, heads, _, width = query.shape
-    return [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
-
-
-def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query, in float32 those of a product made before; then gradients in float32, in blocks with a lock each.
-
-    Of wide heads in half precision also the gradients of keys and values.
-    """
-    query, key = args[1], args[2]
-    samples, heads, length, width = query.shape
-    is_half = query.dtype in _HALVES
-    rows = samples * heads * length * 4
-    high = 128 if is_half and width > 64 else 64
-    wide = 128 if 64 < width <= 128 else 64
-    blocks, across = samples * heads * -(-length // high), -(-width // wide)
-    room = blocks * across * (high * wide * 4 + 16)
-    if is_half and width > 128:
-        room += samples * heads * 2 * key.shape[2] * -(-width // 128) * 128 * 4
-    product = [rows] if is_half else [query.nbytes, rows, rows, -rows, -query.nbytes]
-    return [*_as_kernels_read(args[0]), *product, room]
+_SORTED_BY_BLOCK, _SORTED_FROM = 4096, 3072
+"""Up to so many values a row is sorted by one block; up to so many indices an embedding's backward on CUDA needs no sorting."""
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
@@ -107,10 +66,31 @@ def _embedding_sums(args: tuple[Any, ...]) -> list[int]:
     Where far more indices than rows are summed up, torch takes another way; the bounds were measured.
     """
     indices, rows = args[1].numel(), args[2]
-    if indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
+    if not rows or indices <= _SORTED_FROM or (rows < 512 and rows * 30 < indices):
         return []
     sums = indices // 10 + min(indices, rows)
     return [sums * 8, sums * args[0].shape[-1] * 4]
+
+
+def _sorting(args: tuple[Any, ...]) -> list[int]:
+    """Rows that no block sorts by itself: where values were, of several rows twice and the values too, and room for radix sort.
+
+    What that takes beside the values, 0.1 to 4.5 MB by the device, is left out.
+    """
+    values, size = args[0], args[0].numel() * 8
+    length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
+    if not size or length <= _SORTED_BY_BLOCK:
+        return []
+    rows = [size, values.nbytes] if length * 8 < size else []
+    return [size, *rows, values.nbytes + size, *([] if values.is_contiguous() else [2 * values.nbytes + size])]
+
+
+def _indexed_sums(args: tuple[Any, ...]) -> list[int]:
+    """Where rows are added up by indices, these are sorted, and values that do not lie in a row are copied."""
+    if len(args) < 4 or not args[3]:
+        return []
+    size = 8 * max(index.numel() for index in args[1] if index is not None)
+    return [*([] if args[2].is_contiguous() else [args[2].nbytes]), *[size] * 4, 2 * size]
 
 
 def _where_all_is_masked(args: tuple[Any, ...]) -> list[int]:
@@ -195,8 +175,9 @@ _OF_CPU: dict[str, Sizes] = {
 }
 
 _OF_CUDA: dict[str, Sizes] = {
-    "aten::_scaled_dot_product_efficient_attention_backward": _grouped_gradients,
+    "aten::_scaled_dot_product_efficient_attention_backward": attention.grouped_gradients,
     "aten::embedding_dense_backward": _embedding_backward,
+    "aten::_embedding_bag_backward": lambda args: _embedding_backward(args) if args[8] < 2 and not args[9] else [],
     "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
     "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
@@ -205,13 +186,23 @@ _OF_CUDA: dict[str, Sizes] = {
 
 LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
     **COPIES_AFTER,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": attention.flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
+    # Of wide heads in half precision, the result in float32.
+    "aten::_scaled_dot_product_efficient_attention": lambda args: (
+        [args[0].numel() * 4] if args[2].shape[-1] > 128 and args[2].dtype in _HALVES else []
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": attention.flash_backward,
     "aten::_safe_softmax": _where_all_is_masked,
     # The gradient times the result, and a copy of one that does not lie in a row.
     "aten::_softmax_backward_data": lambda args: [args[0].nbytes] * (2 - args[0].is_contiguous()),
     "aten::embedding_dense_backward": _embedding_sums,
+    # As an embedding's, of sums and means that are dense.
+    "aten::_embedding_bag_backward": lambda args: _embedding_sums(
+        (*args[:2], args[6] if args[8] < 2 and not args[9] else 0)
+    ),
+    "aten::sort": _sorting,
+    **{f"aten::{name}": _indexed_sums for name in ("index_put", "index_put_", "_index_put_impl_")},
 }
 """On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
 
@@ -232,6 +223,18 @@ OVERSIZED: dict[str, Sizes] = {
 """Everywhere: bytes behind each result that are more than it shows: of a loss that was made for all elements and then shrunk to one
 number, which gives nothing back; of what recurrent layers keep."""
 
+_OVERSIZED_ON_CUDA: dict[str, Sizes] = {
+    "aten::log_sigmoid_forward": lambda args: [0, -1],
+    "aten::native_layer_norm": lambda args: [0, *[args[0].numel() // prod(args[1]) * 4] * 2],
+}
+"""Statistics are kept in float32; negative: a CPU's result that CUDA's kernel does without."""
+
+
+def oversized(device: Device) -> dict[str, Sizes]:
+    """Bytes behind each result where a device keeps more, or less, than a fake result shows, by operation."""
+    return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
+
+
 MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Operations that go to cuBLAS, whose workspace stays from the first of them on."""
 
@@ -244,7 +247,11 @@ UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::_cudnn_rnn": "what cuDNN keeps of recurrent layers is assumed: gates, cells and outputs of every step",
     "aten::_ctc_loss": "the workspace of the CTC loss is not counted",
     "aten::sort": "the workspace of sorting is not counted",
-    "aten::linalg_svd": "cuSOLVER's workspaces are not counted",
+    **dict.fromkeys((f"aten::_fft_{name}" for name in ("r2c", "c2c", "c2r")), "cuFFT's workspaces are not counted"),
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("linalg_svd", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_inv_ex")),
+        "cuSOLVER's workspaces are not counted",
+    ),
 }
 """What is known not to be known, by operation."""
 
@@ -253,51 +260,6 @@ NAMESPACES = (
     *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
 )
 """Whose operations a trace understands; all others are named in its caveats."""
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """How attention is computed, as `torch._fused_sdp_choice` chooses on CUDA.
-
-    Attributes:
-        capability: of the device.
-        version: of torch.
-    """
-
-    capability: tuple[int, int]
-    version: tuple[int, ...]
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
-    ) -> str:
-        """ "cudnn", "flash", "efficient" or "math"."""
-        width, is_half = query.shape[-1], query.dtype in _HALVES
-        if (
-            query.dim() != 4
-            or width != key.shape[-1]
-            or 0 in query.shape
-            or query.dtype not in (*_HALVES, torch.float32)
-        ):
-            return "math"
-        if is_half and self._takes_cudnn(width, mask, p, trains):
-            return "cudnn"
-        has_tensor_cores = self.capability >= (8, 0)
-        fits = width <= FLASH_MAX_HEAD and not (causal and query.shape[2] != key.shape[2])
-        if has_tensor_cores and is_half and mask is None and fits:
-            return "flash"
-        aligned = 16 // query.element_size() if has_tensor_cores or is_half else 1
-        is_refused = query.shape[1] != key.shape[1] and self.version < (2, 14)
-        if width % aligned or is_refused or (query.dtype == torch.bfloat16 and not has_tensor_cores):
-            return "math"
-        return "efficient"
-
-    def _takes_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
-        if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
-            return False
-        if mask is not None and mask.requires_grad:
-            return False
-        has_dropout = p > 0 and self.version >= (2, 12)
-        return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
 
 
 @contextmanager
@@ -309,7 +271,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         stack.callback(library._destroy)
         choice = None
         if device.is_cuda:
-            choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
+            choice = attention.AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
             workspaces.override(library)
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
@@ -320,7 +282,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
                     _in_float32(library, name)
                 for name in AS_GIVEN:
                     _as_given(library, name)
-        library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
+        library.impl("scaled_dot_product_attention", attention.attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
 
 
@@ -347,86 +309,6 @@ def _linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
         return torch.matmul(tokens, weight.t()).add_(bias)
     return torch.ops.aten.linear.default.decompose(tokens, weight, bias)  # type: ignore[no-any-return]
-
-
-def _attention(choice: AttentionKernel | None) -> Callable[..., Any]:
-    """Attention of fake tensors by the kernel that the target takes.
-
-    Args:
-        choice: CUDA's; None: a CPU, whose fused kernel torch would not take for a fake tensor.
-    """
-    aten = torch.ops.aten
-
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        p: float = 0.0,
-        causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        if not isinstance(query, FakeTensor):
-            kernel = "plain"
-        elif choice is None:
-            kernel = _kernel_of_cpu(query, key, value, mask, p, enable_gqa)
-        else:
-            kernel = choice.kernel(query, key, mask, p, causal, trains)
-        if kernel == "plain":
-            plain = aten.scaled_dot_product_attention.default.decompose
-            return plain(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
-        if kernel == "efficient" and mask is not None:
-            mask = _prepared(mask, query, key)
-        mask = _added(mask, query)
-        if kernel == "math":
-            math = aten._scaled_dot_product_attention_math
-            return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
-        if kernel == "cpu":
-            fused = aten._scaled_dot_product_flash_attention_for_cpu
-            return fused(query, key, value, p, causal, attn_mask=mask, scale=scale)[0]
-        if kernel == "flash":
-            width = query.shape[-1]
-            pad = torch.nn.functional.pad
-            query, key, value = (pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value))
-            scale = width**-0.5 if scale is None else scale
-            return aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0][
-                ..., :width
-            ]
-        fused = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-        return fused(query, key, value, mask, trains, p, causal, scale=scale)[0]
-
-    return attention
-
-
-def _kernel_of_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, p: float, enable_gqa: bool
-) -> str:
-    """ "cpu", "math" or "plain"."""
-    is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
-    is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
-    if not (is_alike and has_heads and is_aligned) or p > 0:
-        return "plain"
-    return "math" if mask is not None and mask.requires_grad else "cpu"
-
-
-def _added(mask: Any, query: torch.Tensor) -> Any:
-    """A mask of bools becomes one to add."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-
-def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask to add, its rows aligned to 16 bytes, as the memory-efficient kernel wants them."""
-    mask = _added(mask, query)
-    length = key.shape[2]
-    if mask.shape[-1] == length and length % 8:
-        mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
 
 
 def _overload(name: str) -> Any:

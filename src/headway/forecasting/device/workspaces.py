@@ -61,6 +61,35 @@ def override(library: torch.library.Library) -> None:
     library.impl("_cudnn_rnn_backward", _backward, "Meta")  # type: ignore[no-untyped-call]
     for name, mode in _MODES.items():
         library.impl(f"{name}.input", _layers(name, mode), "AutogradCPU")  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell_backward", _gru_cell_backward, "Meta")  # type: ignore[no-untyped-call]
+    for name in ("gru_cell", "lstm_cell"):
+        library.impl(name, _cell(name), "AutogradCPU")  # type: ignore[no-untyped-call]
+
+
+def _gru_cell(gates: torch.Tensor, _: torch.Tensor, state: torch.Tensor, *biases: Any) -> Any:
+    return torch.empty_like(state), state.new_empty(len(gates), 5 * state.shape[1])
+
+
+def _gru_cell_backward(gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> Any:
+    gates = [gradient.new_empty(len(gradient), 3 * gradient.shape[1]) for _ in range(2)]
+    return *gates, torch.empty_like(gradient), *(gates[0].new_empty(gates[0].shape[1:]) for _ in range(2))
+
+
+def _cell(name: str) -> Callable[..., Any]:
+    """One kernel for all gates of a step, which keeps them."""
+    plain, fused = getattr(torch.ops.aten, name).default.decompose, getattr(torch.ops.aten, f"_thnn_fused_{name}")
+
+    def run(tokens: torch.Tensor, state: Any, *weights: Any) -> Any:
+        if not isinstance(tokens, FakeTensor):
+            return plain(tokens, state, *weights)
+        given = [tokens, *(state if name == "lstm_cell" else [state] * 2), *weights]
+        if torch.is_autocast_enabled("cpu"):
+            given = [each if each is None else each.to(torch.get_autocast_dtype("cpu")) for each in given]
+        found = fused(given[0] @ given[3].t(), given[1] @ given[4].t(), given[2], *given[5:])
+        return found[:2] if name == "lstm_cell" else found[0]
+
+    return run
 
 
 def _layers(name: str, mode: int) -> Callable[..., Any]:

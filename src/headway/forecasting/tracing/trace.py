@@ -28,9 +28,9 @@ from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import (
     MATMUL,
     NAMESPACES,
-    OVERSIZED,
     UNKNOWN_SCRATCH,
     grouped_products,
+    oversized,
     scratch,
 )
 from headway.forecasting.tracing.bounded import at_most, without_masks
@@ -99,6 +99,8 @@ _FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
 _WRAPPERS = ("_fn", "inner")
 """Functions of torch's around a mode's dispatch."""
 _ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
+_IN_PLACE, _LOGITS_LOSS = ("aten::sub", "aten::mul", "aten::div"), "BinaryCrossEntropyWithLogitsBackward0"
+"""What torch's C++ computes in place in backward of this loss, but not of subclasses of tensors such as fake ones."""
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
@@ -112,6 +114,11 @@ def _refuse_compiled() -> None:
                 "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
                 "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
             )
+
+
+def _node() -> str:
+    """Whose backward runs, if any."""
+    return getattr(torch._C._current_autograd_node(), "name", str)()
 
 
 def _is_for_a_shape() -> bool:
@@ -186,6 +193,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.last = ""
         self._device = device
         self._table, self._late = scratch(device)
+        self._oversized = oversized(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -236,7 +244,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._late_scratch(name, args)
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
-        if name in _ADDS:
+        if name in _ADDS or (name in _IN_PLACE and _node() == _LOGITS_LOSS):
             self._summed(args, result)
         for event in asked:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
@@ -251,7 +259,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                 self._sum = self._live[first][1], self._live[total][1], total
 
     def _results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
-        behind = OVERSIZED[name](args) if name in OVERSIZED else ()
+        behind = self._oversized[name](args) if name in self._oversized else ()
         if name == "aten::native_dropout":
             result = result[::-1]  # its kernel on CUDA asks for the mask first
         for index, leaf in enumerate(result if isinstance(result, tuple | list) else (result,)):
@@ -260,9 +268,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                     self._seen(each, name, args, behind[index] if index < len(behind) else 0)
 
     def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
-        """Where a workspace is not known, it is assumed to be no larger than what the operation reads."""
+        """Where a workspace is not known, it is assumed to be no larger than what the operation reads and is assumed to keep."""
         if name in UNKNOWN_SCRATCH and self._device.is_cuda:
             num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            num_bytes += sum(self._oversized[name](args)) if name in self._oversized else 0  # assumed as well
             self._unsure = max(self._unsure, num_bytes)
 
     def enter(self, phase: str) -> None:
@@ -312,7 +321,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a subclass without memory of its own
             return None
-        address, size = storage._cdata, max(storage.nbytes(), behind)
+        address, size = storage._cdata, max(storage.nbytes(), behind) if behind >= 0 else 0
         known = self._live.get(address)
         if known is not None and known[0]() is storage:
             return known[1]
@@ -337,11 +346,13 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if first != key or known is None or known[1:] != (total, size):
             return False
         for index in range(len(self.events) - 1, self._begin - 1, -1):
-            if self.events[index].num_bytes > 0:  # of what was asked for since, the sum must be the last
+            if self.events[index].num_bytes > 0:  # of tensors asked for since, the sum must be the last
                 if self.events[index].key != total:
+                    if self._kinds.get(self.events[index].key) == "workspaces":
+                        continue
                     return False
                 del self.events[index]
-                self._next_key -= 1
+                self._next_key -= self._next_key == total
                 self._live[address] = known[0], key, size
                 return True
         return False

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from headway.forecasting.device.attention import AttentionKernel
 from headway.forecasting.device.devices import find
-from headway.forecasting.device.kernels import AttentionKernel
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 
