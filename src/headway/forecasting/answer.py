@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headway.common.garbage import no_garbage_search
 from headway.common.text import format_bytes
 from headway.forecasting.device.allocator import AllocationReplay, replay
 from headway.forecasting.device.devices import Device, spread
@@ -138,6 +139,7 @@ class Forecast:
         return f"rank 0 of {self.num_ranks:,} under {self.strategy}, " if self.num_ranks > 1 else ""
 
 
+@no_garbage_search()
 def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:
     """A forecast of what was traced, with nothing searched for.
 
