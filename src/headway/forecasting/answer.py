@@ -129,7 +129,12 @@ class Forecast:
             answer = {True: "fits", False: "does not fit", None: "may fit: it is too close to tell"}[self.fits]
             lines.append(f"{answer} into {format_bytes(self.budget)}")
         if self.largest_batch is not None:
-            lines.append(f"largest batch: {self.largest_batch} (even the most in use stays within the budget)")
+            why = (
+                "even the most in use stays within the budget"
+                if self.largest_batch
+                else "not even one sample is sure to fit"
+            )
+            lines.append(f"largest batch: {self.largest_batch} ({why})")
         if self.longest_sequence is not None:
             lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]
