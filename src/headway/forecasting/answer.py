@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headway.common.garbage import no_garbage_search
 from headway.common.text import format_bytes
 from headway.forecasting.device.allocator import AllocationReplay, replay
 from headway.forecasting.device.devices import Device, spread
@@ -128,7 +129,12 @@ class Forecast:
             answer = {True: "fits", False: "does not fit", None: "may fit: it is too close to tell"}[self.fits]
             lines.append(f"{answer} into {format_bytes(self.budget)}")
         if self.largest_batch is not None:
-            lines.append(f"largest batch: {self.largest_batch} (even the most in use stays within the budget)")
+            why = (
+                "even the most in use stays within the budget"
+                if self.largest_batch
+                else "not even one sample is sure to fit"
+            )
+            lines.append(f"largest batch: {self.largest_batch} ({why})")
         if self.longest_sequence is not None:
             lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]
@@ -138,6 +144,7 @@ class Forecast:
         return f"rank 0 of {self.num_ranks:,} under {self.strategy}, " if self.num_ranks > 1 else ""
 
 
+@no_garbage_search()
 def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:
     """A forecast of what was traced, with nothing searched for.
 

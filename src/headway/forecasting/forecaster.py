@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from headway.common.garbage import no_garbage_search
 from headway.forecasting.answer import Forecast, of_trace, replayed
 from headway.forecasting.device.devices import Device, room, spread
 from headway.forecasting.solve import BudgetSearch, LongestSequence
@@ -21,7 +22,7 @@ from headway.forecasting.tracing.trace import Trace
 logger = logging.getLogger(__name__)
 
 _ENDLESS = 1 << 20
-_POINTS = 24
+_POINTS = 12
 """Batches of a curve of memory against the batch."""
 
 
@@ -119,6 +120,7 @@ class StepForecaster:
         parts = self.model_fn, batch, self.recipe, self.device, self.prepare
         return trace(*parts, self.spread, self.counts_work, self.can_repeat, self._proofs)
 
+    @no_garbage_search()
     def _reserved(self, events: list[MemoryEvent]) -> int:
         known, unsure = told_apart(events)
         return replayed(known, self.device, self.is_expandable).reserved + unsure

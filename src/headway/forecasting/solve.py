@@ -8,11 +8,12 @@ same with three traces, as attention may keep what grows with the square of the 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+from headway.common.garbage import no_garbage_search
 from headway.errors import ConfigError
-from headway.forecasting.tracing.events import MemoryEvent, plain_peak
+from headway.forecasting.tracing.events import MemoryEvent
 
 PROBE = 8
 """One sample alone often takes another way through a model, and the kernels of very small batches are others."""
@@ -45,21 +46,37 @@ class LongestSequence:
             )
 
 
-def synthesise(traces: Sequence[list[MemoryEvent]], begin: int, size: int) -> list[MemoryEvent] | None:
-    """The events at `size`, from those at `begin` and the sizes that follow it one by one; None where the sequences differ.
+class SizedEvents:
+    """The events of a step of any size, from those of a few sizes.
 
     Each event's bytes are the polynomial through its values, of degree one for two traces (Newton's forward differences).
+
+    Args:
+        traces: at `begin` and at the sizes that follow it one by one, alike.
+        begin: the first of these sizes.
     """
-    first = traces[0]
-    if not all(alike(first, other) for other in traces[1:]):
-        return None
-    columns = [[event.num_bytes for event in trace] for trace in traces]
-    found, factor = [0] * len(first), 1
-    for order in range(len(traces)):
-        found = [total + factor * value for total, value in zip(found, columns[0])]
-        factor = factor * (size - begin - order) // (order + 1)
-        columns = [[later - value for value, later in zip(*pair)] for pair in pairwise(columns)]
-    return [MemoryEvent(event.key, num_bytes, *event[2:]) for event, num_bytes in zip(first, found)]
+
+    def __init__(self, traces: Sequence[list[MemoryEvent]], begin: int) -> None:
+        self._begin = begin
+        self._keys, _, *self._rest = zip(*traces[0])
+        columns = [[event.num_bytes for event in trace] for trace in traces]
+        self._differences: list[list[int]] = []
+        while columns:
+            self._differences.append(columns[0])
+            columns = [[later - value for value, later in zip(*pair)] for pair in pairwise(columns)]
+
+    def num_bytes(self, size: int) -> list[int]:
+        """Of each event at this size."""
+        found, factor = self._differences[0], 1
+        for order, column in enumerate(self._differences[1:]):
+            factor = factor * (size - self._begin - order) // (order + 1)
+            found = [total + factor * value for total, value in zip(found, column)]
+        return found
+
+    @no_garbage_search()
+    def at(self, size: int) -> list[MemoryEvent]:
+        """The events at this size."""
+        return list(map(MemoryEvent._make, zip(self._keys, self.num_bytes(size), *self._rest)))
 
 
 def alike(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
@@ -94,14 +111,16 @@ class BudgetSearch:
         self._events, self._takes, self._capacity, self._limit = events, takes, capacity, limit
         self._degree = degree
         self._traced: dict[int, list[MemoryEvent]] = {}
+        self._sized: dict[int, SizedEvents | None] = {}
 
     def run(self) -> int:
         """The largest size, 0 where not even one fits; it has been traced and fits, and one more has been traced and does not."""
-        begin, bound = PROBE, self._limit
-        if begin + self._degree > bound or not self._is_regular(begin):
-            return self._by_traces(bound)
+        bound = self._limit
+        sized = self._sized_from(PROBE) if PROBE + self._degree <= bound else None
         for _ in range(_ROUNDS):
-            size = self._without_gaps(begin, self._bisect_synthetic(begin, bound))
+            if sized is None:
+                break
+            size = self._without_gaps(sized, self._bisect_synthetic(sized, bound))
             if size == 0:
                 return 0 if not self._fits(1) else self._by_traces(PROBE)
             if self._fits(size):
@@ -110,42 +129,37 @@ class BudgetSearch:
                 return self._by_traces(bound, size + 1)
             bound = size - 1
             # The events here are others than those of small sizes: go on from here.
-            begin = max(1, size - self._degree)
-            if not self._is_regular(begin):
-                break
+            sized = self._sized_from(max(1, size - self._degree))
         return self._by_traces(bound)
 
-    def _is_regular(self, begin: int) -> bool:
-        first = self._at(begin)
-        return all(alike(first, self._at(begin + step)) for step in range(1, self._degree + 1))
-
-    def _synthetic(self, begin: int, size: int) -> list[MemoryEvent]:
-        events = synthesise([self._at(begin + step) for step in range(self._degree + 1)], begin, size)
-        assert events is not None
-        return events
+    def _sized_from(self, begin: int) -> SizedEvents | None:
+        """The events of all sizes; None where those of `begin` and the sizes after it are not alike."""
+        if begin not in self._sized:
+            first, *others = traces = [self._at(begin + step) for step in range(self._degree + 1)]
+            is_regular = first and all(alike(first, other) for other in others)
+            self._sized[begin] = SizedEvents(traces, begin) if is_regular else None
+        return self._sized[begin]
 
     def curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """(size, bytes that it takes) of each of these sizes, from the first traces; empty where their sequences differ."""
-        if not self._is_regular(PROBE):
-            return []
-        return [(size, self._takes(self._synthetic(PROBE, size))) for size in sizes]
+        sized = self._sized_from(PROBE)
+        return [] if sized is None else [(size, self._takes(sized.at(size))) for size in sizes]
 
-    def _bisect_synthetic(self, begin: int, bound: int) -> int:
+    def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
         """The allocator takes a little more than the tensors, whose sum is quick: only sizes near that limit are replayed."""
-        bound = self._bisect(lambda size: plain_peak(self._synthetic(begin, size)) <= self._capacity, bound)
+        bound = self._bisect(lambda size: max(accumulate(sized.num_bytes(size))) <= self._capacity, bound)
         near = bound - bound // 8
-        return self._bisect(
-            partial(self._fits_synthetic, begin), bound, near if near and self._fits_synthetic(begin, near) else 0
-        )
+        fits = partial(self._fits_synthetic, sized)
+        return self._bisect(fits, bound, near if near and fits(near) else 0)
 
-    def _fits_synthetic(self, begin: int, size: int) -> bool:
-        return self._takes(self._synthetic(begin, size)) <= self._capacity
+    def _fits_synthetic(self, sized: SizedEvents, size: int) -> bool:
+        return self._takes(sized.at(size)) <= self._capacity
 
-    def _without_gaps(self, begin: int, size: int) -> int:
+    def _without_gaps(self, sized: SizedEvents, size: int) -> int:
         """Fragments make a smaller size take more now and then: no answer above one that does not fit."""
         stride = max(1, size // (2 * _SAMPLES))
         sizes = range(size - stride, size // 2, -stride)
-        return min((each - 1 for each in sizes if not self._fits_synthetic(begin, each)), default=size)
+        return min((each - 1 for each in sizes if not self._fits_synthetic(sized, each)), default=size)
 
     def _by_traces(self, limit: int, fitting: int = 0) -> int:
         return self._bisect(self._fits, limit, fitting)

@@ -151,7 +151,7 @@ def maker(optimizer: Optimizer) -> MakeOptimizer | None:
         known = [*_MAKERS, "none"]
         hint = did_you_mean(str(optimizer), known)
         raise ConfigError(
-            f"optimizer={optimizer!r} is unknown{hint or '; allowed: ' + ', '.join(known)}; from Python, give a function that takes "
+            f"optimizer={optimizer!r} is unknown{hint or ';'} allowed: {', '.join(known)}; from Python, also a function that takes "
             "parameters and returns an optimizer"
         )
     return _MAKERS[optimizer]

@@ -75,7 +75,7 @@ def find(text: str, batch: int = 1, sequence: int | None = None, task: str | Non
         hint = did_you_mean(text, known)
         raise ConfigError(
             f"{text!r} is neither a folder or file with a transformers config, nor a model type of transformers "
-            f"{transformers.__version__}{hint or ''}, nor module:function"
+            f"{transformers.__version__}, nor module:function{hint or ''}"
         )
     return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence, task)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headway.forecasting.device.allocator import replay
-from headway.forecasting.solve import BudgetSearch, alike, synthesise
+from headway.forecasting.solve import BudgetSearch, SizedEvents, alike
 from headway.forecasting.tracing.events import MemoryEvent
 
 MIB = 1 << 20
@@ -36,11 +36,11 @@ def step(batch):
 
 def test_two_traces_give_every_size():
     for batch in (1, 8, 200):
-        assert synthesise([step(8), step(9)], 8, batch) == step(batch)
+        assert SizedEvents([step(8), step(9)], 8).at(batch) == step(batch)
 
 
-def test_other_sequences_give_none():
-    assert synthesise([step(8), step(9)[:-1]], 8, 5) is None
+def test_other_sequences_are_not_alike():
+    assert not alike(step(8), step(9)[:-1])
     assert not alike(step(1), [event._replace(what="other") for event in step(1)])
 
 
@@ -52,7 +52,7 @@ def attention(length):
 
 def test_three_traces_give_what_grows_with_the_square():
     for length in (1, 8, 300):
-        assert synthesise([attention(8), attention(9), attention(10)], 8, length) == attention(length)
+        assert SizedEvents([attention(8), attention(9), attention(10)], 8).at(length) == attention(length)
 
 
 @pytest.mark.parametrize("capacity", [100, 300, 4000, 90_000])

@@ -72,13 +72,14 @@ def trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def traced(count: int | None = None) -> Trace:
-        model = _made(make, fake, prepare)
+        model = made.pop() if made else _made(make, fake, prepare)
         if blocks is not None and count is not None:
             blocks.shorten(model, count)
         fill(model, fake)
         return _trace_model(model.train(), fake, batch, recipe, device, spread, counts_work)
 
-    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(_made(make, fake, prepare))
+    made = [_made(make, fake, prepare)]
+    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
     found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
     return with_third_update(found or traced())
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from headway.common.garbage import no_garbage_search
 from headway.errors import HeadwayError
 from headway.forecasting.tracing.events import MemoryEvent
 from headway.forecasting.tracing.trace import Trace
@@ -229,6 +230,7 @@ class _Token(NamedTuple):
     growth: int = 0
 
 
+@no_garbage_search()
 def _tokens(traced: Trace) -> list[_Token]:
     begins: dict[int, list[str]] = defaultdict(list)
     for phase, index in traced.phases.items():
@@ -294,6 +296,7 @@ class _Piece(NamedTuple):
     is_repeated: bool = False
 
 
+@no_garbage_search()
 def _grown(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
     """Where one more repetition has put in tokens, each time a repetition of those before; None where it has done something else."""
     pieces: list[_Piece] = []
@@ -336,6 +339,7 @@ def _added(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] 
 _Expanded = tuple[list[MemoryEvent], dict[str, int]]
 
 
+@no_garbage_search()
 def _expanded(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
     """Events with keys, and the phases' beginnings, where what is repeated comes so many times; None where that cannot be."""
     events: list[MemoryEvent] = []

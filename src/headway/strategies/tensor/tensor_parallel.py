@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import is_fake
 
 from headway.common.optional import Later
 from headway.config.parallelism import TensorParallelOptions
@@ -56,7 +57,8 @@ def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> boo
         and is_dtensor(parameter)  # not one that was added after prepare()
         and parameter.placements[-1].is_replicate()
     ]
-    odd = _differing(named, axis) if named else []
+    has_values = bool(named) and not is_fake(named[0][1])  # a plan has none
+    odd = _differing(named, axis) if has_values else []
     has_any = any(parameter.grad is not None for parameter in model.parameters())
     rows = everyone.gather_numbers([float(len(odd)), float(has_any)])
     counts = [int(row[0]) for row in rows]

@@ -11,7 +11,6 @@ mean is what a smoothed line may be made from without bias; points chosen by sha
 they are drawn over two axes.
 """
 
-import gc
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from headway.common.garbage import no_garbage_search
 from headway.common.object_path import ObjectPath, to_path
 from headway.common.text import listed
 from headway.errors import ConfigError
@@ -271,14 +271,8 @@ def load(paths: Sequence[Path]) -> list[RunData]:
     logs = list(dict.fromkeys(find_log(to_path(path)).resolve() for path in paths))
     if not logs:
         raise ConfigError("no run was given: name at least one folder of a run")
-    # Millions of small tuples and no cycle among them: looking for garbage would take a third of the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage_search():
         return [_load_run(path, label) for path, label in zip(logs, _make_labels(logs), strict=True)]
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _make_labels(logs: Sequence[Path]) -> list[str]:

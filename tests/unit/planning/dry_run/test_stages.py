@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from headway import PipelineOptions
+from headway import PipelineOptions, TensorParallelOptions
 from headway.config.mesh import parse
 from headway.errors import StateError, UnsupportedError
 from headway.planning.compare import compare, plan
 from headway.planning.costs import ClusterRates, StageTimeline, cost, simulate
 from headway.planning.dry_run.meter import PlanEvent
+from headway.planning.sources import of_config
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
 
 ROW = 24 * 4
@@ -143,6 +144,22 @@ def test_stages_in_shards():
     assert found.gathered == 2 * 2 * MATRIX
     assert alone.gathered == 0
     assert (found.shares.saved.num_files, found.shares.saved.num_bytes) == (4, alone.shares.saved.num_bytes)
+
+
+def test_stages_in_parts_of_matrices():
+    """A run compares the gradients of whole parameters at its first update; a plan has none to compare."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=8)
+    source = of_config(config, "llama", batch=2)
+    options = [PipelineOptions("1f1b", 2), TensorParallelOptions(sequence_parallel=True)]
+    whole, cut = (
+        plan(source.make, strategy, ranks, step=source.step, kwargs_handlers=options[:given])
+        for strategy, ranks, given in (("pp", 2, 1), ("tp=2+pp=2", 4, 2))
+    )
+    assert cut.num_parameters == whole.num_parameters
+    assert cut.rank0.weights < 0.6 * whole.rank0.weights
+    assert 0 < cut.stages[0].flops <= 0.6 * whole.stages[0].flops
 
 
 def test_without_a_step_stages_have_weights_only():
