@@ -88,7 +88,12 @@ def both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: An
 
 @pytest.mark.parametrize(
     ("widths", "per_step"),
-    [([32] * 20, 12), ([64, 64, *[32] * 18], 18), ([32, 48] * 16, 24), ([24, *[32, 32, 48] * 16, 32], 42)],
+    [
+        ([32] * FEWEST, 12),
+        pytest.param([64, 64, *[32] * 18], 18, marks=pytest.mark.slow),
+        pytest.param([32, 48] * FEWEST, 24, marks=pytest.mark.slow),
+        pytest.param([24, *[32, 32, 48] * FEWEST, 32], 42, marks=pytest.mark.slow),
+    ],
     ids=["alike", "first ones differ", "in turn", "with a head and a tail"],
 )
 def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> None:
@@ -108,21 +113,22 @@ def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> No
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"precision": "bf16"},
-        {"accumulation": 3, "max_norm": 1.0},
-        {"loop": "zero_grad_before_backward", "precision": "fp16"},
-        {"loop": "loss_function", "keeps_gradients": True},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"accumulation": 3, "max_norm": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"loop": "zero_grad_before_backward", "precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param({"loop": "loss_function", "keeps_gradients": True}, marks=pytest.mark.slow),
         {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)},
     ],
     ids=str,
 )
 def test_with_every_recipe(recipe: dict[str, Any]) -> None:
-    found, full, num_calls = both(Chain, [32] * 24, **recipe)
+    found, full, num_calls = both(Chain, [32] * FEWEST, **recipe)
 
     assert said(found) == said(full)
     assert num_calls == 2 * 12 * recipe.get("accumulation", 1)
 
 
+@pytest.mark.slow
 def test_what_prepare_does_to_some_blocks_counts() -> None:
     def recompute_first_half(model: nn.Module) -> None:
         assert isinstance(model, Chain)
@@ -135,6 +141,7 @@ def test_what_prepare_does_to_some_blocks_counts() -> None:
     assert said(found) != said(traced(lambda: Chain([32] * 20)))
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
     found, full, _ = both(Reaching, [32] * 20)
 
@@ -181,6 +188,7 @@ def test_numbers_of_blocks_are_no_difference_and_other_settings_are() -> None:
     assert find_blocks(model) is None
 
 
+@pytest.mark.slow
 def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     proofs: list[RepeatProof] = []
     recipe = StepRecipe(optimizer=partial(torch.optim.AdamW, foreach=True), precision="bf16")
@@ -200,6 +208,7 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     assert len(proofs) == 2
 
 
+@pytest.mark.slow
 def test_batch_that_takes_another_way_is_proved_anew() -> None:
     class Forked(Chain):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
