@@ -132,21 +132,21 @@ def test_with_every_recipe(recipe: dict[str, Any]) -> None:
 def test_what_prepare_does_to_some_blocks_counts() -> None:
     def recompute_first_half(model: nn.Module) -> None:
         assert isinstance(model, Chain)
-        for block in list(model.all())[:10]:
+        for block in list(model.all())[: FEWEST // 2]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
-    found, full, _ = both(Chain, [32] * 20, recompute_first_half)
+    found, full, _ = both(Chain, [32] * FEWEST, recompute_first_half)
 
     assert said(found) == said(full)
-    assert said(found) != said(traced(lambda: Chain([32] * 20)))
+    assert said(found) != said(traced(lambda: Chain([32] * FEWEST)))
 
 
 @pytest.mark.slow
 def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
-    found, full, _ = both(Reaching, [32] * 20)
+    found, full, _ = both(Reaching, [32] * FEWEST)
 
     assert said(found) == said(full)
-    assert [*range(20)] * 2 == CALLS
+    assert [*range(FEWEST)] * 2 == CALLS
 
 
 def test_loop_of_ones_own_runs_once() -> None:
@@ -159,9 +159,9 @@ def test_loop_of_ones_own_runs_once() -> None:
             model(batch).backward()
             optimizer.step()
 
-    traced(lambda: Chain([32] * 20), loop=loop)
+    traced(lambda: Chain([32] * FEWEST), loop=loop)
 
-    assert runs == [20]
+    assert runs == [FEWEST]
 
 
 def test_blocks_that_are_found() -> None:
@@ -195,7 +195,7 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
 
     def traced_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
         CALLS.clear()
-        make = partial(Chain, [32] * 24, is_list)
+        make = partial(Chain, [32] * FEWEST, is_list)
         return trace(make, lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=proofs)
 
     # With 4 rows two tensors of unlike kinds have one size by chance, and what is proved of them serves no other batch.
@@ -221,7 +221,7 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
     recipe = StepRecipe(optimizer=None)
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
-            trace(partial(Forked, [32] * 20, is_list), lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=known)
+            trace(partial(Forked, [32] * FEWEST, is_list), lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=known)
             for is_list, known in ((True, proofs), (False, None))
         )
         assert said(found) == said(full)

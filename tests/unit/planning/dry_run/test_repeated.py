@@ -109,6 +109,7 @@ def test_blocks_that_do_not_repeat_are_run_whole():
 def test_options_that_count_blocks_are_run_whole(options):
     assert not treats_blocks_alike(options)
     handlers = [each for each in (options.checkpointing, options.sharding) if each is not None]
-    found = plan(llama, "fsdp", 8, step=loss, kwargs_handlers=handlers)
-    whole = dry_run_rank(llama, found.layout, 0, loss, torch.optim.AdamW, options=options, device=find("h100"))
+    make = partial(Chain, depth=DEPTH)
+    found = plan(make, "fsdp", 8, step=chain_loss, kwargs_handlers=handlers)
+    whole = dry_run_rank(make, found.layout, 0, chain_loss, torch.optim.AdamW, options=options, device=find("h100"))
     assert (found.activations, found.flops) == (whole.activations, sum(whole.flops.values()))
