@@ -221,7 +221,13 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
     recipe = StepRecipe(optimizer=None)
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
-            trace(partial(Forked, [32] * FEWEST, is_list), lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=known)
+            trace(
+                partial(Forked, [32] * FEWEST, is_list),
+                lambda: torch.zeros(size, 8),
+                recipe,
+                find("h100"),
+                proofs=known,
+            )
             for is_list, known in ((True, proofs), (False, None))
         )
         assert said(found) == said(full)
