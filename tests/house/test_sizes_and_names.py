@@ -98,13 +98,13 @@ def test_nothing_is_put_off():
 
 
 def test_every_skip_gives_a_reason():
-    nodes = [
+    found = [
         (file, node)
         for file in modules("tests") if re.search("skip|xfail", file.read_text()) for node in nodes(file)
     ]  # fmt: skip
-    reasoned = {id(node.func) for _, node in nodes if isinstance(node, ast.Call) and _has_reason(node)}
+    reasoned = {id(node.func) for _, node in found if isinstance(node, ast.Call) and _has_reason(node)}
     bare = [
-        f"{shown(file)}:{node.lineno}" for file, node in nodes
+        f"{shown(file)}:{node.lineno}" for file, node in found
         if isinstance(node, ast.Attribute) and node.attr in ("skip", "skipif", "xfail") and _is_pytest(node)
         and id(node) not in reasoned
     ]  # fmt: skip
