@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of matrices are not even imported, which takes seconds, where none of them is to run."""
+    is_matrix = any(collection_path == ROOT / name for name in MATRICES)
+    return True if is_matrix and "not matrix" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the matrices; with `--minutes` shuffle the files, so that each has its turn in one of several runs."""
     if config.getoption("minutes") is not None:

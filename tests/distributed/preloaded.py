@@ -9,6 +9,12 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 import torch.utils.data  # noqa: F401
+import transformers
+
+import headway.accelerator  # noqa: F401
+
+for name in ("Bert", "GPT2", "Llama", "Mixtral"):  # four seconds of each rank that has such a model
+    getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}PreTrainedModel")
 
 gc.collect()
 gc.freeze()  # a collection in a rank would copy the pages of all that is here

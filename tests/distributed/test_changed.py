@@ -73,7 +73,7 @@ def trained(folder, settings):
     return train(folder, **settings)
 
 
-@pytest.mark.parametrize("stop_after", [2, 6])
+@pytest.mark.parametrize("stop_after", [2, pytest.param(6, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("before", "after"), [({}, {"rows": 48}), ({}, {"rows": 9}), ({"chosen": 30}, {"chosen": 24})])
 def test_data_of_another_length_are_refused_with_both_lengths(before, after, stop_after, tmp_path):
     run_ranks(trained, 2, str(tmp_path), {**before, "stop_after": stop_after})

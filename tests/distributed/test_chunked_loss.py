@@ -52,7 +52,7 @@ def by_hand():
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_ranks_train_as_one_process_with_whole_logits(strategy):
     expected, weights = by_hand()
     for losses, state in run_ranks(train, 2, strategy)[:1]:

@@ -157,7 +157,13 @@ def test_a_failure_that_the_script_catches(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("body", [FAILS, CATCHES.replace("CODE", "0")], ids=["uncaught", "caught"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(FAILS, id="uncaught"),
+        pytest.param(CATCHES.replace("CODE", "0"), id="caught", marks=pytest.mark.matrix),
+    ],
+)
 def test_without_the_launcher(tmp_path, body):
     """A process that Python itself ends: all functions of atexit run, once, and the exit code is what it would have been."""
     processes = alone(tmp_path, body)
@@ -179,7 +185,13 @@ def test_without_the_launcher(tmp_path, body):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("body", [FAILS_LATER, FAILS_BELOW_A_HOOK], ids=["later group", "below a hook"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(FAILS_LATER, id="later group"),
+        pytest.param(FAILS_BELOW_A_HOOK, id="below a hook", marks=pytest.mark.matrix),
+    ],
+)
 def test_all_is_said_before_a_process_ends(tmp_path, body):
     """torch puts its hook, which holds back what is printed until all has returned, above ours with every group."""
     processes = alone(tmp_path, body)

@@ -195,6 +195,7 @@ def one(two, folder):
     return run_ranks(on_one, 1, str(folder))[0]
 
 
+@pytest.mark.slow
 def test_losses_of_every_layout(one, two):
     """The same pieces of batches on each: one process accumulates what two ranks compute side by side."""
     alone, bf16 = one["curves"]

@@ -11,13 +11,13 @@ BY_NAME = {str(setting): setting for _, setting in ROWS}
     ("model", "setting"),
     [
         ("GPT", "fsdp, 2 ranks, bf16, accumulated over 2"),
-        ("GPT", "ddp, 2 ranks, float32, gradients as views"),
+        pytest.param("GPT", "ddp, 2 ranks, float32, gradients as views", marks=pytest.mark.matrix),
         ("Llama", "fsdp+tp=2, 4 ranks, float32"),
-        ("Llama", "ddp, 2 ranks, bf16, half residual, recomputed"),
-        ("Llama, chunked loss", "fsdp, 2 ranks, float32"),
-        ("Llama, chunked loss", "ddp, 2 ranks, bf16, half residual, recomputed"),
-        ("Mixtral", "ep, 2 ranks, float32"),
-        ("Mixtral", "fsdp=2+ep=2, 4 ranks, bf16"),
+        pytest.param("Llama", "ddp, 2 ranks, bf16, half residual, recomputed", marks=pytest.mark.matrix),
+        pytest.param("Llama, chunked loss", "fsdp, 2 ranks, float32", marks=pytest.mark.matrix),
+        pytest.param("Llama, chunked loss", "ddp, 2 ranks, bf16, half residual, recomputed", marks=pytest.mark.matrix),
+        pytest.param("Mixtral", "ep, 2 ranks, float32", marks=pytest.mark.matrix),
+        pytest.param("Mixtral", "fsdp=2+ep=2, 4 ranks, bf16", marks=pytest.mark.matrix),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

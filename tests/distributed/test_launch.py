@@ -12,16 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-# A rank tells what it finds, meets the others, and then does what the test wants.
-PROGRAM = """
+# A rank tells what it finds,
+SHOWS = """
 import json, os, sys, time
-import torch.distributed as dist
 rank = int(os.environ["RANK"])
 print(json.dumps({"rank": rank, "world": os.environ["WORLD_SIZE"], "argv": sys.argv[1:],
                   "payload": json.loads(os.environ["HEADWAY_RUN"]), "pid": os.getpid()}), flush=True)
+"""
+# meets the others, where that matters, as it takes seconds to import torch, and then does what the test wants.
+PROGRAM = (
+    SHOWS
+    + """
+import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 """
+)
 
 
 def launch(
@@ -89,7 +95,7 @@ def test_two_processes_meet(tmp_path):
 
 
 def test_a_module_and_a_program(tmp_path):
-    (tmp_path / "mod.py").write_text(PROGRAM)
+    (tmp_path / "mod.py").write_text(SHOWS)
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2"]
     ran = subprocess.run([*command, "-m", "mod", "-x"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert [entry["argv"] for entry in told(ran)] == [["-x"], ["-x"]], ran.stderr
@@ -172,8 +178,8 @@ def test_a_killed_rank_is_named(tmp_path):
 
 def test_a_crash_shows_the_python_line(tmp_path):
     body = (
-        PROGRAM
-        + "def crash():\n    import ctypes\n    ctypes.string_at(0)\nif rank == 0:\n    crash()\ndist.barrier()\n"
+        SHOWS
+        + "def crash():\n    import ctypes\n    ctypes.string_at(0)\nif rank == 0:\n    crash()\ntime.sleep(300)\n"
     )
     ran = launch(tmp_path, body, "--cpu", "-n", "2")
     assert ran.returncode == 139
@@ -213,7 +219,7 @@ def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
 
 
 def test_a_killed_launcher_takes_its_workers_along(tmp_path):
-    process = begin(tmp_path, WAIT, "--cpu", "-n", "2")
+    process = begin(tmp_path, SHOWS + "time.sleep(300)\n", "--cpu", "-n", "2")
     pids = _pids(process, 2)
     process.kill()
     process.communicate(timeout=60)
@@ -233,7 +239,7 @@ def test_a_worker_that_ignores_the_signal_is_killed(tmp_path):
 
 
 def test_the_dry_run_is_what_runs(tmp_path):
-    shown = launch(tmp_path, PROGRAM, "--cpu", "-n", "2", "--dry-run", args=("it's", "$HOME")).stdout
+    shown = launch(tmp_path, SHOWS, "--cpu", "-n", "2", "--dry-run", args=("it's", "$HOME")).stdout
     ran = subprocess.run(["sh", "-c", shown], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert [entry["argv"] for entry in told(ran)] == [["it's", "$HOME"]] * 2, ran.stderr
 
@@ -261,7 +267,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 def test_two_machines_on_one(tmp_path, restarts):
     body = PROGRAM
     if restarts == "1":
@@ -296,7 +302,7 @@ def _alone(folder, port, rank, *flags):
     return ran.stderr.splitlines()
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
     port = _free_port()
@@ -318,7 +324,7 @@ def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
     assert f"({limit}" in last
 
 
-@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 def test_a_taken_port_is_named_with_who_holds_it(tmp_path, restarts):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

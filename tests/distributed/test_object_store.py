@@ -86,7 +86,7 @@ def is_same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_a_resumed_run_is_the_undisturbed_one_and_each_rank_reads_its_own(strategy, port, tmp_path):
     url, settings = f"s3://{server.BUCKET}/resumed_{strategy}", server.environment(port)
     whole = run_ranks(train, 2, tmp_path / "whole", strategy, 6)
@@ -284,7 +284,7 @@ def flip_a_bit(port, folder):
     return key
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
     name = f"passed_over_{strategy}"
     url, settings = f"s3://{server.BUCKET}/{name}", server.environment(port)
@@ -320,6 +320,7 @@ def test_a_damaged_or_lost_part_is_named(proxy, port):
         verify(folder)
 
 
+@pytest.mark.matrix
 def test_kills_and_errors(capsys):
     """Few of each; `python -m tests.sweep.store_faults` draws hundreds."""
     ran = [
@@ -334,6 +335,7 @@ def test_kills_and_errors(capsys):
     assert [each.returncode for each in ran] == [0, 0], outputs
 
 
+@pytest.mark.matrix
 def test_the_example_ends_with_the_loss_of_the_undisturbed_run():
     ran = subprocess.run(
         [sys.executable, "examples/object_store.py"], capture_output=True, text=True, timeout=250,

@@ -78,7 +78,10 @@ def load(folder: str, layout: str) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [each if each in ("hsdp=2", "fsdp+tp=2") else pytest.param(each, marks=pytest.mark.matrix) for each in LAYOUTS],
+)
 def test_every_layout(tmp_path, layout):
     for name, make in MODELS.items():
         seeded(0, make).save_pretrained(tmp_path / name)

@@ -38,6 +38,7 @@ def made(out: Path) -> dict[str, bytes]:
     return {stage: (out / stage / "model.safetensors").read_bytes() for stage in STAGES}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_killed_twice_it_makes_the_same_weights(tmp_path):
     told = end(start(tmp_path / "whole"))

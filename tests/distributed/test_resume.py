@@ -238,6 +238,7 @@ def test_a_global_batch_that_does_not_divide_is_split_raggedly(tmp_path):
         assert any("to keep the global batch of 40" in line for line in told[3])
 
 
+@pytest.mark.matrix
 def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path):
     body = (Path(__file__).parents[2] / "examples" / "by_feature" / "checkpointing.py").read_text()
     kill = """

@@ -83,7 +83,10 @@ def whole_and_in_two(folder, schedule, is_called):
     return whole, train(cut, schedule, is_called, 7), train(cut, schedule, is_called)
 
 
-@pytest.mark.parametrize(("schedule", "is_called"), [("gpipe", True), ("1f1b", False), ("interleaved", False)])
+@pytest.mark.parametrize(
+    ("schedule", "is_called"),
+    [("gpipe", True), pytest.param("1f1b", False, marks=pytest.mark.matrix), ("interleaved", False)],
+)
 def test_a_resumed_run_draws_the_same(schedule, is_called, tmp_path):
     for whole, first, rest in run_ranks(whole_and_in_two, 2, str(tmp_path), schedule, is_called):
         assert first == whole[:7]

@@ -163,7 +163,7 @@ def read(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [4, 2])
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_part_of_the_data_is_read_alike_and_counted_once(package: Path, world: int) -> None:
     ranks = run_ranks(read, world, package, timeout=240)
     for name in LOADERS:

@@ -9,7 +9,7 @@ from headway.cli.checks import selfcheck
 from headway.runtime import process
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_two_processes_pass(strategy: str) -> None:
     words = ["test", "--cpu", "-n", "2", "--strategy", strategy]
     done = subprocess.run([sys.executable, "-m", "headway", *words], capture_output=True, text=True, timeout=120)

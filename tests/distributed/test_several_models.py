@@ -408,12 +408,8 @@ def named(scenarios: list[Any]) -> Iterator[Callable[[], None]]:
         yield each
 
 
-NAMES = [each.__name__ for each in named(SINGLE)]
-
-
-def run(number: int, options: dict[str, Any]) -> dict[str, str]:
-    each = list(named(SINGLE))[number]
-    return play([partial_with_name(each, options)])
+def run(options: dict[str, Any]) -> dict[str, str]:
+    return play([partial_with_name(each, options) for each in named(SINGLE)])
 
 
 def partial_with_name(each: Any, options: dict[str, Any]) -> Callable[[], None]:
@@ -422,10 +418,9 @@ def partial_with_name(each: Any, options: dict[str, Any]) -> Callable[[], None]:
     return made
 
 
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_under_replicas(number: int, num_ranks: int) -> None:
-    for found in run_ranks(run, num_ranks, number, {}):
+def test_under_replicas(num_ranks: int) -> None:
+    for found in run_ranks(run, num_ranks, {}, timeout=240):
         assert not found, "\n".join(found.values())
 
 

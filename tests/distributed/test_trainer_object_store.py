@@ -39,7 +39,7 @@ def port(monkeypatch):
         scope.clear()
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_the_same_command_goes_on_from_the_bucket(num_processes, port, tmp_path):
     code, curve, end, err = run(tmp_path / "whole", num_processes)
     assert code == 0, err

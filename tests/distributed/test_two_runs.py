@@ -80,7 +80,7 @@ def holder(tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_the_second_run_is_told_who_has_the_folder(num_ranks, holder, tmp_path):
     folder = str(tmp_path / "run")
     for is_resumed in (True, False):

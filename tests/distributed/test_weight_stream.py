@@ -49,7 +49,10 @@ def streamed(folder: str, layout: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "pp"])
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp+tp=2", "pp", *(pytest.param(each, marks=pytest.mark.matrix) for each in LAYOUTS if each != "fsdp+tp=2")],
+)
 def test_every_layout_gives_what_save_model_writes(tmp_path, layout):
     run_ranks(streamed, 4 if "+" in layout or layout == "hsdp=2" else 2, str(tmp_path), layout)
 
@@ -199,6 +202,7 @@ def by_hand() -> list[tuple[float, float]]:
     return curve
 
 
+@pytest.mark.matrix
 def test_the_example_gives_the_numbers_of_one_process():
     (wanted,) = run_ranks(by_hand, 1)
     assert wanted[-1][0] > wanted[0][0] + 0.05

@@ -25,7 +25,17 @@ def test_pages_are_found():
     assert sum(block.kind == "python" for page in pages() for block in blocks(page)) > 20
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.kind == "python" for b in blocks(page.values[0]))])
+LONG = ("expert_parallel", "context_parallel", "pipeline_parallel", "forecast")
+"""Pages that launch whole trainings or forecast many models, for `make test-all`."""
+
+
+def _runs(page):
+    return pytest.param(*page.values, id=page.id, marks=[pytest.mark.matrix] * (page.values[0].stem in LONG))
+
+
+@pytest.mark.parametrize(
+    "page", [_runs(page) for page in PAGES if any(block.kind == "python" for block in blocks(page.values[0]))]
+)
 def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("page")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.house.tree_of_source import ROOT, SOURCE, modules, parsed, shown
+from tests.house.tree_of_source import ROOT, SOURCE, modules, nodes, shown
 
 CONCRETE = {"SingleStrategy", "DDPStrategy"}
 ENGINE_ROOM = ("src/headway/strategies/",)
@@ -22,7 +22,7 @@ def test_layers_hold():
 def test_one_file_touches_the_environment():
     found = set()
     for file in modules("src"):
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             is_attribute = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")
             if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "os":
                 found.add(shown(file))
@@ -39,7 +39,7 @@ def test_strategies_are_named_in_one_folder():
     found = {
         f"{shown(file)}: {node.id}"
         for file in modules("src") if not shown(file).startswith(ENGINE_ROOM)
-        for node in ast.walk(parsed(file)) if isinstance(node, ast.Name) and node.id in CONCRETE
+        for node in nodes(file) if isinstance(node, ast.Name) and node.id in CONCRETE
     }  # fmt: skip
     assert found == set()
 
@@ -48,7 +48,7 @@ def test_nothing_is_swallowed():
     found = [
         f"{shown(file)}:{node.lineno}"
         for file in modules("src", "scripts", "examples", "benchmarks")
-        for node in ast.walk(parsed(file)) if isinstance(node, ast.ExceptHandler)
+        for node in nodes(file) if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
         and all(isinstance(statement, ast.Pass) for statement in node.body)
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_errors_come_from_one_tree():
     found = [
         f"{shown(file)}:{node.lineno}: {node.exc.func.id}"
         for file in modules("src") if file != SOURCE / "errors.py"
-        for node in ast.walk(parsed(file)) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        for node in nodes(file) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
         and isinstance(node.exc.func, ast.Name) and node.exc.func.id in builtin
     ]  # fmt: skip
     assert found == []

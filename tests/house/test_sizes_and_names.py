@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from tests.conftest import MATRICES
-from tests.house.tree_of_source import ROOT, modules, parsed, project_files, shown
+from tests.house.tree_of_source import ROOT, modules, nodes, parsed, project_files, shown
 
 MAX_LINES = 500
 MAX_FUNCTION = 60
@@ -38,7 +38,7 @@ def test_no_function_is_long():
     found = {
         f"{shown(file)}: {node.name}": length_of_body(node)
         for file in modules("src", "scripts", "examples", "benchmarks")
-        for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }  # fmt: skip
     assert {name: lines for name, lines in found.items() if lines > MAX_FUNCTION} == {}
 
@@ -98,13 +98,13 @@ def test_nothing_is_put_off():
 
 
 def test_every_skip_gives_a_reason():
-    nodes = [
+    found = [
         (file, node)
-        for file in modules("tests") if re.search("skip|xfail", file.read_text()) for node in ast.walk(parsed(file))
+        for file in modules("tests") if re.search("skip|xfail", file.read_text()) for node in nodes(file)
     ]  # fmt: skip
-    reasoned = {id(node.func) for _, node in nodes if isinstance(node, ast.Call) and _has_reason(node)}
+    reasoned = {id(node.func) for _, node in found if isinstance(node, ast.Call) and _has_reason(node)}
     bare = [
-        f"{shown(file)}:{node.lineno}" for file, node in nodes
+        f"{shown(file)}:{node.lineno}" for file, node in found
         if isinstance(node, ast.Attribute) and node.attr in ("skip", "skipif", "xfail") and _is_pytest(node)
         and id(node) not in reasoned
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.tree_of_source import modules, parsed, shown
+from tests.house.tree_of_source import modules, nodes, parsed, shown
 
 EMPTY = {"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary",
          "count", "Event", "Counter", "local"}  # fmt: skip
@@ -15,7 +15,7 @@ def test_no_function_changes_its_module():
     found = [
         f"{shown(file)}:{node.lineno}: global {', '.join(node.names)}"
         for file in modules("src")
-        for node in ast.walk(parsed(file)) if isinstance(node, ast.Global)
+        for node in nodes(file) if isinstance(node, ast.Global)
     ]  # fmt: skip
     assert found == []
 
@@ -43,7 +43,7 @@ def _is_to_be_filled(value: ast.expr | None) -> bool:
 def test_one_file_walks_up_the_stack():
     found = {
         shown(file)
-        for file in modules("src") for node in ast.walk(parsed(file))
+        for file in modules("src") for node in nodes(file)
         if isinstance(node, ast.Attribute) and node.attr in STACK
     }  # fmt: skip
     assert found == {"src/headway/common/callsite.py"}

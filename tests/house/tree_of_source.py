@@ -33,6 +33,12 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
 
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """All of its nodes, for the many tests that look at each of them."""
+    return tuple(ast.walk(parsed(file)))
+
+
 def shown(file: Path) -> str:
     """The path as a reader of the project knows it."""
     return file.relative_to(ROOT).as_posix()

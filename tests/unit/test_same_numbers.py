@@ -166,7 +166,7 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(kind, stop_at, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"persistent_workers": True}, {"workers": 3, "batch_size": 4}])
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 6, 8])
+@pytest.mark.parametrize("stop_at", [5, *(pytest.param(each, marks=pytest.mark.matrix) for each in (1, 4, 6, 8))])
 def test_so_does_one_whose_workers_draw(settings, stop_at, tmp_path):
     settings = {"workers": 2, **settings}
     workers = settings.pop("workers")

@@ -56,6 +56,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A model that is quickly traced, for short sequences."""
+    few = {"num_hidden_layers": 1, "max_position_embeddings": 128}
+    transformers.LlamaConfig(**SIZES | few, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
 def flat(*measures):
     """Bandwidths of 100 bytes a second in memory, 10 to an accelerator, 1 from the disk, unless given."""
     memory, copy, disk = measures or (100.0, 10.0, 1.0)
@@ -240,25 +248,27 @@ def test_bandwidths_are_measured(tmp_path):
     assert budget.disk_bandwidth([file], most=100) is None
 
 
-def test_training_on_a_card_that_is_not_here(run, folder):
-    told = run(folder, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--activation-checkpointing")
+@pytest.mark.slow
+def test_training_on_a_card_that_is_not_here(run, small):
+    told = run(small, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--activation-checkpointing")
     assert "a100-40gb, batch 2" in told
     assert "2 x 32 tokens" in told
     assert "optimizer state" in told
     assert "largest batch:" in told
     options = ("--device", "t4", "--sequence", 32, "--attention", "eager", "--budget", "2GiB", "--json")
-    found = json.loads(run(folder / "config.json", *options))
+    found = json.loads(run(small / "config.json", *options))
     assert found["device"] == "t4"
     assert found["fits"] is True
 
 
-def test_a_rank_of_a_layout(run, folder):
-    options = ("--device", "t4", "--sequence", 32, "--ranks", 8)
-    assert "t4, rank 0 of 8 under fsdp, batch 1" in run(folder, *options, "--strategy", "fsdp")
-    found = json.loads(run(folder, *options, "--strategy", "hsdp", "--machine_ranks", 2, "--json"))
+@pytest.mark.slow
+def test_a_rank_of_a_layout(run, small):
+    options = ("--device", "t4", "--budget", "1GiB", "--sequence", 32, "--ranks", 8)
+    assert "t4, rank 0 of 8 under fsdp, batch 1" in run(small, *options, "--strategy", "fsdp")
+    found = json.loads(run(small, *options, "--strategy", "hsdp", "--machine_ranks", 2, "--json"))
     assert (found["strategy"], found["num_ranks"]) == ("hsdp", 8)
     assert found["split"]["gathered weights"] > 0
-    assert "--strategy and --ranks go together" in run(folder, *options, code=2)
+    assert "--strategy and --ranks go together" in run(small, *options, code=2)
 
 
 def test_the_cheapest_way_is_one_gpus(run, folder):
@@ -311,10 +321,11 @@ def test_a_head_adapters_and_a_loop(run, folder):
     assert "sequence_classification" in run(folder, *options, "--task", "parsing", code=2)
 
 
-def test_earlier_names_of_options_are_accepted_and_not_shown(run, folder):
-    options = ("--device", "t4", "--json")
-    earlier = json.loads(run(folder, *options, "--num_tokens", 32, "--recompute"))
-    now = json.loads(run(folder, *options, "--sequence", 32, "--activation_checkpointing"))
+@pytest.mark.slow
+def test_earlier_names_of_options_are_accepted_and_not_shown(run, small):
+    options = ("--device", "t4", "--budget", "1GiB", "--json")
+    earlier = json.loads(run(small, *options, "--num_tokens", 32, "--recompute"))
+    now = json.loads(run(small, *options, "--sequence", 32, "--activation_checkpointing"))
     assert {name: now[name] for name in ("allocated", "split")} == {
         name: earlier[name] for name in ("allocated", "split")
     }
@@ -323,18 +334,19 @@ def test_earlier_names_of_options_are_accepted_and_not_shown(run, folder):
     assert not any(name in said for name in ("--num_tokens", "--recompute"))
 
 
-def test_a_page_and_the_longest_sequence(run, folder, tmp_path):
+@pytest.mark.slow
+def test_a_page_and_the_longest_sequence(run, small, tmp_path):
     page = tmp_path / "forecast.html"
-    options = ("--device", "t4", "--sequence", 32, "--longest", "--page", page)
-    told = run(folder, *options)
-    limit = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    options = ("--device", "t4", "--budget", "4GiB", "--sequence", 32, "--longest", "--page", page)
+    told = run(small, *options)
+    limit = json.loads((small / "config.json").read_text())["max_position_embeddings"]
     assert f"longest sequence in a batch of 1: {limit:,}" in told
     drawn = page.read_text()
     assert drawn.count("<svg") == 2
     assert "step 2 backward" in drawn
     assert "longest sequence" in drawn
     nowhere = tmp_path / "no" / "such.html"
-    assert "name another file with --page" in run(folder, "--device", "t4", "--sequence", 32, "--page", nowhere, code=2)
+    assert "name another file with --page" in run(small, "--device", "t4", "--sequence", 32, "--page", nowhere, code=2)
 
 
 def test_training_and_running_are_told_apart(run, folder):

@@ -28,6 +28,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_layouts_beside_each_other(run, folder):
     said = run(folder, "--ranks", 16, "--budget", "80GB")
     rows = [line.split()[0] for line in said.splitlines()[4:] if line]
@@ -36,6 +37,7 @@ def test_layouts_beside_each_other(run, folder):
     assert "1 x 64 tokens" in said
 
 
+@pytest.mark.slow
 def test_one_layout_in_full(run, folder):
     said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch_size", 2)
     for word in ("2 shard x 2 tp", "all_gather", "reduce_scatter", "all_reduce", "2 x 32 tokens", "at least"):
@@ -43,11 +45,11 @@ def test_one_layout_in_full(run, folder):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_what_it_is_at(run, folder, monkeypatch, is_terminal):
+def test_what_it_is_at(run, monkeypatch, is_terminal):
     reading, writing = os.openpty() if is_terminal else os.pipe()
     with os.fdopen(writing, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
-        run(folder, "--ranks", 4, "--strategy", "ddp", "--strategy", "fsdp")
+        run("tests.unit.planning.models:chain", "--ranks", 4, "--strategy", "ddp", "--strategy", "fsdp")
     shown = os.read(reading, 4096).decode()
     os.close(reading)
     begin, end, last = ("\r\x1b[K", "", "\r\x1b[K") if is_terminal else ("", "\n", "")

@@ -62,6 +62,7 @@ def test_lengths_that_do_not_vary_are_what_is_forecast_without_them():
     assert (found.allocated, found.reserved, found.peak) == (plain.allocated, plain.reserved, plain.peak)
 
 
+@pytest.mark.slow
 def test_unlike_blocks_cost_the_allocator_memory_and_expandable_segments_save_it():
     # Rising lengths: no block that was given back is large enough for the next.
     wide = {"batch_size": 2048}
@@ -73,6 +74,7 @@ def test_unlike_blocks_cost_the_allocator_memory_and_expandable_segments_save_it
     assert forecast(lengths=rising, expandable_segments=True, **wide).reserved < 1.1 * longest.reserved
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_for_these_lengths():
     found = forecast(lengths=LENGTHS, budget="3GiB", largest=True)
     at_most = {

@@ -52,6 +52,7 @@ def test_the_first_row_runs_within_its_forecast():
     assert doubled > 25 << 20
 
 
+@pytest.mark.slow
 def test_recomputation_comes_first_only_where_it_is_needed():
     roomy = ranked(budget="1GiB")
     assert [row.recompute for row in roomy] == [False, True]
@@ -70,6 +71,7 @@ def test_the_flops_are_those_of_the_products():
     assert found.flops == 4 * 2 * 3 * PRODUCT - PRODUCT
 
 
+@pytest.mark.slow
 def test_small_micro_batches_launch_more():
     large, small = (
         ranked(budget="1GiB", recompute=(False,)),
@@ -81,6 +83,7 @@ def test_small_micro_batches_launch_more():
     assert small[0].work.seconds > large[0].work.seconds
 
 
+@pytest.mark.slow
 def test_half_precision_and_a_leaner_optimizer_are_cheaper_on_a_card():
     rows = ranked(
         device="a100-40gb",
@@ -98,6 +101,7 @@ def test_half_precision_and_a_leaner_optimizer_are_cheaper_on_a_card():
     assert rows[0].cost == 1.0 < rows[1].cost < rows[2].cost
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     rows = ranked(budget="2MiB")
     assert [(row.fits, row.micro_batch, row.accumulation) for row in rows] == [(False, 1, 64)] * 2

@@ -82,6 +82,7 @@ def test_an_optimizer_that_cannot_step_is_named():
         plan(chain, "fsdp", 4, step=chain_loss, optimizer=Reading)
 
 
+@pytest.mark.slow
 def test_a_compiled_optimizer_is_not_compiled_by_a_plan():
     """Dynamo gives up on code that was refused once, and a later run in this process would fail."""
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
@@ -95,6 +96,7 @@ def test_a_compiled_optimizer_is_not_compiled_by_a_plan():
     assert not torch.equal(before, own.weight)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_each_element_once():
     whole = num_parameters(llama)
     for strategy in ("ddp", "fsdp", "hsdp=2", "fsdp+tp=2"):
@@ -130,6 +132,7 @@ def test_computing_waits_for_tensor_parallelism():
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
 
 
+@pytest.mark.slow
 def test_the_cheapest_that_fits_comes_first():
     cluster = ClusterRates(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
     found = compare(of(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster)

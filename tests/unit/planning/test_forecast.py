@@ -52,6 +52,7 @@ def test_recomputing_takes_less_and_says_where():
     assert recomputed.allocated == again.allocated < 0.8 * plain.allocated
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     options = {"device": "a100-40gb", "budget": "3GiB"}
     found = forecast(batch_size=8, **{**options, "largest": True})
@@ -63,6 +64,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert above.most > above.budget
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     def sized(size, length):
         return torch.zeros(size, length, 512), torch.zeros(size, length, 512)
@@ -163,6 +165,7 @@ def test_the_published_table_is_met():
     assert 100 <= largest() <= 120
 
 
+@pytest.mark.slow
 def test_every_eighth_block_is_every_eighth_of_all_blocks():
     """Not of the few that are traced where blocks repeat."""
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import gc, sys, threading
 from headway.runtime import seed
@@ -34,12 +36,14 @@ print("read")
 """
 
 
+@pytest.mark.slow
 def test_threads_that_read_at_once_do_not_wait_for_each_other() -> None:
     """With torch's own functions it hangs."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
     assert done.stdout == "read\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_forked_while_it_is_read_does_not_wait() -> None:
     code = """
 import os

@@ -64,6 +64,7 @@ def run(code: str, *arguments: object, **environment: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_from_pretrained_opens_what_was_pushed_saved_and_merged(tmp_path):
     pytest.importorskip("transformers")
     with serve() as (url, store):
@@ -111,6 +112,7 @@ assert not torch.equal(base.eval()(x).logits, transformers.LlamaForCausalLM.from
 """
 
 
+@pytest.mark.slow
 def test_peft_opens_the_adapters(tmp_path):
     pytest.importorskip("peft")
     done = run(ADAPTERS, tmp_path)
@@ -131,6 +133,7 @@ except HfHubHTTPError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_refused_and_nothing_is_uploaded():
     with serve() as (url, store):
         done = run(REFUSED, HF_ENDPOINT=url)
@@ -150,6 +153,7 @@ assert sys.argv[2] not in arguments.to_json_string()
 """
 
 
+@pytest.mark.slow
 def test_the_trainer_uploads_what_it_saves(tmp_path):
     with serve() as (url, store):
         done = run(TRAINER, tmp_path, TOKEN, HF_ENDPOINT=url)

@@ -14,6 +14,7 @@ from headway.data.sampling.rng import DatasetRNGStates, NumpyReader, among_rng_s
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STOPS = range(1, 18)  # all updates of three epochs but the last
+FEW_STOPS = (1, 5, 6, 7, 11, 17)  # at the beginning, around an epoch's end, before a pass's last batch, at the end
 
 
 class Shuffled(IterableDataset):
@@ -98,7 +99,7 @@ def test_the_numbers_are_the_plain_loops_where_training_draws_from_other_streams
 @pytest.mark.parametrize("kind", DATASETS)
 def test_a_resumed_run_is_the_undisturbed_one_wherever_it_stopped(kind, tmp_path):
     whole = train(DATASETS[kind], made(tmp_path / "whole"))
-    for stop in STOPS:
+    for stop in STOPS if kind == "all" else FEW_STOPS:
         first = train(DATASETS[kind], made(tmp_path / str(stop)), stop)
         rest = train(DATASETS[kind], made(tmp_path / str(stop)), resumes=True)
         assert first + rest == whole, stop
@@ -106,7 +107,7 @@ def test_a_resumed_run_is_the_undisturbed_one_wherever_it_stopped(kind, tmp_path
 
 def test_so_is_one_that_stopped_in_the_middle_of_a_window(tmp_path):
     whole = train(DATASETS["all"], made(tmp_path / "whole", steps=3))
-    for stop in STOPS:
+    for stop in FEW_STOPS:
         train(DATASETS["all"], made(tmp_path / str(stop), steps=3), stop)
         rest = train(DATASETS["all"], made(tmp_path / str(stop), steps=3), resumes=True)
         assert rest == whole[-len(rest) :], stop

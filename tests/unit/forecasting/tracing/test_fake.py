@@ -44,7 +44,9 @@ def traced(inner=lambda x: x, device=CARD, batch=64, precision="no", **recipe):
     return trace(lambda: Net(inner), lambda: torch.zeros(batch, 512), recipe, device)
 
 
-@pytest.mark.parametrize("name", ["MLP", "CNN", "GPT-2", "Llama"])
+@pytest.mark.parametrize(
+    "name", ["MLP", "CNN", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPT-2", "Llama"))]
+)
 def test_the_peak_on_a_cpu_is_the_profilers(name):
     case = CASES[name]
     recipe = StepRecipe(adamw, case.loss, accumulation=2)

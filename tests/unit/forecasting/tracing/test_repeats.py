@@ -88,7 +88,12 @@ def both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: An
 
 @pytest.mark.parametrize(
     ("widths", "per_step"),
-    [([32] * 20, 12), ([64, 64, *[32] * 18], 18), ([32, 48] * 16, 24), ([24, *[32, 32, 48] * 16, 32], 42)],
+    [
+        ([32] * FEWEST, 12),
+        pytest.param([64, 64, *[32] * 18], 18, marks=pytest.mark.slow),
+        pytest.param([32, 48] * FEWEST, 24, marks=pytest.mark.slow),
+        pytest.param([24, *[32, 32, 48] * FEWEST, 32], 42, marks=pytest.mark.slow),
+    ],
     ids=["alike", "first ones differ", "in turn", "with a head and a tail"],
 )
 def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> None:
@@ -108,38 +113,40 @@ def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> No
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"precision": "bf16"},
-        {"accumulation": 3, "max_norm": 1.0},
-        {"loop": "zero_grad_before_backward", "precision": "fp16"},
-        {"loop": "loss_function", "keeps_gradients": True},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"accumulation": 3, "max_norm": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"loop": "zero_grad_before_backward", "precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param({"loop": "loss_function", "keeps_gradients": True}, marks=pytest.mark.slow),
         {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)},
     ],
     ids=str,
 )
 def test_with_every_recipe(recipe: dict[str, Any]) -> None:
-    found, full, num_calls = both(Chain, [32] * 24, **recipe)
+    found, full, num_calls = both(Chain, [32] * FEWEST, **recipe)
 
     assert said(found) == said(full)
     assert num_calls == 2 * 12 * recipe.get("accumulation", 1)
 
 
+@pytest.mark.slow
 def test_what_prepare_does_to_some_blocks_counts() -> None:
     def recompute_first_half(model: nn.Module) -> None:
         assert isinstance(model, Chain)
-        for block in list(model.all())[:10]:
+        for block in list(model.all())[: FEWEST // 2]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
-    found, full, _ = both(Chain, [32] * 20, recompute_first_half)
+    found, full, _ = both(Chain, [32] * FEWEST, recompute_first_half)
 
     assert said(found) == said(full)
-    assert said(found) != said(traced(lambda: Chain([32] * 20)))
+    assert said(found) != said(traced(lambda: Chain([32] * FEWEST)))
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
-    found, full, _ = both(Reaching, [32] * 20)
+    found, full, _ = both(Reaching, [32] * FEWEST)
 
     assert said(found) == said(full)
-    assert [*range(20)] * 2 == CALLS
+    assert [*range(FEWEST)] * 2 == CALLS
 
 
 def test_loop_of_ones_own_runs_once() -> None:
@@ -152,9 +159,9 @@ def test_loop_of_ones_own_runs_once() -> None:
             model(batch).backward()
             optimizer.step()
 
-    traced(lambda: Chain([32] * 20), loop=loop)
+    traced(lambda: Chain([32] * FEWEST), loop=loop)
 
-    assert runs == [20]
+    assert runs == [FEWEST]
 
 
 def test_blocks_that_are_found() -> None:
@@ -181,13 +188,14 @@ def test_numbers_of_blocks_are_no_difference_and_other_settings_are() -> None:
     assert find_blocks(model) is None
 
 
+@pytest.mark.slow
 def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     proofs: list[RepeatProof] = []
     recipe = StepRecipe(optimizer=partial(torch.optim.AdamW, foreach=True), precision="bf16")
 
     def traced_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
         CALLS.clear()
-        make = partial(Chain, [32] * 24, is_list)
+        make = partial(Chain, [32] * FEWEST, is_list)
         return trace(make, lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=proofs)
 
     # With 4 rows two tensors of unlike kinds have one size by chance, and what is proved of them serves no other batch.
@@ -200,6 +208,7 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     assert len(proofs) == 2
 
 
+@pytest.mark.slow
 def test_batch_that_takes_another_way_is_proved_anew() -> None:
     class Forked(Chain):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -212,7 +221,13 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
     recipe = StepRecipe(optimizer=None)
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
-            trace(partial(Forked, [32] * 20, is_list), lambda: torch.zeros(size, 8), recipe, find("h100"), proofs=known)
+            trace(
+                partial(Forked, [32] * FEWEST, is_list),
+                lambda: torch.zeros(size, 8),
+                recipe,
+                find("h100"),
+                proofs=known,
+            )
             for is_list, known in ((True, proofs), (False, None))
         )
         assert said(found) == said(full)

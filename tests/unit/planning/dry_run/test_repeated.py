@@ -36,10 +36,11 @@ def both(make, strategy, num_ranks, step, options=None, precision="no"):
     return dry_run_repeated(make, run), run(make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
     [
-        ("ddp", 4),
+        pytest.param("ddp", 4, marks=pytest.mark.matrix),
         ("fsdp", 8),
         pytest.param("hsdp=2", 4, marks=pytest.mark.matrix),
         pytest.param("tp", 2, marks=pytest.mark.matrix),
@@ -54,6 +55,7 @@ def test_numbers_are_those_of_running_all(strategy, num_ranks):
     assert found.trace.phases == whole.trace.phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,6 +72,7 @@ def test_with_options(options):
     assert found.peak == whole.peak
 
 
+@pytest.mark.slow
 def test_a_list_that_is_the_model_itself():
     def make():
         return nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(DEPTH)))
@@ -88,11 +91,13 @@ class Widening(Chain):
         return x
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_repeat_are_run_whole():
     assert both(partial(Widening, 24, DEPTH), "fsdp", 4, chain_loss)[0] is None
     assert both(tied, "fsdp", 4, loss)[0] is None  # two blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +109,7 @@ def test_blocks_that_do_not_repeat_are_run_whole():
 def test_options_that_count_blocks_are_run_whole(options):
     assert not treats_blocks_alike(options)
     handlers = [each for each in (options.checkpointing, options.sharding) if each is not None]
-    found = plan(llama, "fsdp", 8, step=loss, kwargs_handlers=handlers)
-    whole = dry_run_rank(llama, found.layout, 0, loss, torch.optim.AdamW, options=options, device=find("h100"))
+    make = partial(Chain, depth=DEPTH)
+    found = plan(make, "fsdp", 8, step=chain_loss, kwargs_handlers=handlers)
+    whole = dry_run_rank(make, found.layout, 0, chain_loss, torch.optim.AdamW, options=options, device=find("h100"))
     assert (found.activations, found.flops) == (whole.activations, sum(whole.flops.values()))

@@ -95,6 +95,7 @@ def test_the_bubble_of_equal_stages(schedule):
     assert [lane.busy for lane in lanes] == [18] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_stages", "num"),
     [pytest.param(4, 16, marks=pytest.mark.matrix), pytest.param(4, 8, marks=pytest.mark.matrix), (2, 8)],
@@ -137,6 +138,7 @@ def test_too_few_blocks_are_a_reason():
     assert "too few for 4 stages" in row.reason
 
 
+@pytest.mark.slow
 def test_stages_in_shards():
     """Each rank holds and writes half of its stage; what is gathered stays for the window, with the gradients."""
     found, alone = plan(four, "pp=2+fsdp", 4, step=chain_loss), plan(four, "pp", 2, step=chain_loss)
@@ -169,6 +171,7 @@ def test_without_a_step_stages_have_weights_only():
     assert "not counted" in str(found)
 
 
+@pytest.mark.slow
 def test_parameters_are_shared_along_both_axes_of_cut_sequences():
     found, shards = plan(llama, "fsdp+cp=2", 4, step=loss), plan(llama, "fsdp", 4, step=loss)
     for rank in range(4):

@@ -108,6 +108,7 @@ def test_without_values_as_with_values():
     assert run(model, Layout(), loss, adamw) == dry_run_rank(llama, Layout(), 0, loss, adamw)
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_are_fewer_and_computed_twice():
     layout = parse("fsdp").resolve(2)
     plain = dry_run_rank(llama, layout, 0, loss, adamw)

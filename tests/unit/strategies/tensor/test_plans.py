@@ -131,6 +131,7 @@ def transformers_plans() -> Iterator[tuple[str, dict[str, str]]]:
                     yield f"{family.name}.{name}", kind.base_model_tp_plan
 
 
+@pytest.mark.slow
 def test_the_plans_of_transformers_name_styles_that_are_served() -> None:
     found = dict(transformers_plans())
     refused = {

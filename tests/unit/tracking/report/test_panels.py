@@ -74,6 +74,7 @@ def test_many_series_share_the_page(tmp_path):
     assert sum(len(line.series.means) for panel in found for line in panel.lines) <= ALL_BUCKETS
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
 def test_very_many_names_take_seconds():
     names = [f"{kind}{index}" for kind in ("eval_", "memory/", "more_") for index in range(60_000)]

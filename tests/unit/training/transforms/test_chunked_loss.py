@@ -118,6 +118,7 @@ def test_other_models_are_refused(model):
         chunk_loss(model())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_memory_is_that_of_a_chunk_and_is_forecast(precision):
     def small(is_chunked=True):
