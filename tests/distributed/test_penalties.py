@@ -7,8 +7,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, TensorParallelOptions
+from headway.errors import UnsupportedError
 from tests.devices import ON_CPU
-from tests.distributed.layouts import whole_weights
+from tests.distributed.layouts import GPT, seeded, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.on_device
@@ -84,6 +85,21 @@ def prepared(layout: str) -> dict[str, torch.Tensor]:
                 optimizer.step()
                 optimizer.zero_grad()
     return whole_weights(model)
+
+
+def penalised_stages() -> None:
+    """Each stage of a pipeline has some of the parameters only."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp")
+    model = accelerator.prepare(seeded(0, GPT))
+    penalty = weight_penalty(model)
+    for loss in (penalty, model(text()).square().mean() + penalty):
+        with pytest.raises(UnsupportedError, match="weight_decay"):
+            accelerator.backward(loss)
+    accelerator.end_training()
+
+
+def test_a_penalty_under_a_pipeline_is_an_error() -> None:
+    run_ranks(penalised_stages, 2)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])

@@ -184,16 +184,6 @@ def one_backward() -> None:
     accelerator.end_training()
 
 
-def weight_penalty() -> None:
-    """Each stage has some of the parameters only."""
-    accelerator, model, _ = begin()
-    penalty = sum(p.square().sum() for p in model.parameters())
-    refused(accelerator, UnsupportedError, "weight_decay", lambda: accelerator.backward(penalty))
-    loss = squares(model, text())
-    refused(accelerator, UnsupportedError, "weight_decay", lambda: accelerator.backward(loss + penalty))
-    accelerator.end_training()
-
-
 def backwards_by_hand() -> None:
     """Two backwards before a step: what two stages share is summed once each."""
     accelerator, model, _ = begin()
@@ -494,7 +484,7 @@ def the_example() -> None:
 def checks() -> list[str]:
     return each(
         [
-            evaluation, streams, host_streams, one_backward, weight_penalty,
+            evaluation, streams, host_streams, one_backward,
             backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
             own_checkpoints, freezing, out_of_memory, changing_numbers,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,

@@ -100,10 +100,6 @@ class SignalFlags:
         """The lowest of the signals that have come; None where none has."""
         return min(self._seen, default=None)
 
-    def has_seen(self, number: int) -> bool:
-        """Has this signal come?"""
-        return number in self._seen
-
     def flags(self) -> list[float]:
         """1.0 for each of the signals that has come, else 0.0, in the order given: values for a vote."""
         return [float(number in self._seen) for number in self._signals]

@@ -59,11 +59,6 @@ class _SafeReader(FileSystemReader):
         return found
 
 
-def is_folder_of(path: Path) -> bool:
-    """Is it a folder of torch.distributed.checkpoint's?"""
-    return (path / TABLE).is_file()
-
-
 def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
     """Write tensors under their names, for `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=folder)`.
 

@@ -152,11 +152,6 @@ def find_batch_size(tree: Tree) -> int | None:
     return None
 
 
-def slice_rows(tree: Tree, start: int, stop: int) -> Tree:
-    """Rows `start` to `stop` of every tensor with a first dimension; other leaves pass through."""
-    return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim > 0 else tensor, tree)
-
-
 def moves_itself(tree: Tree) -> bool:
     """Has it a `to` of its own? Dicts with one (a BatchEncoding) are moved by their items all the same."""
     return not isinstance(tree, torch.Tensor | dict | UserDict) and callable(getattr(type(tree), "to", None))

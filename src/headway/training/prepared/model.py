@@ -273,8 +273,3 @@ def detach(model: torch.nn.Module) -> None:
     call = model.__dict__.pop(_KEY, None)
     if call is not None:
         model.__class__ = call.bare_class
-
-
-def is_attached(model: torch.nn.Module) -> bool:
-    """Does the model's call run through Headway?"""
-    return _KEY in model.__dict__

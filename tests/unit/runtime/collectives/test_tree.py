@@ -16,7 +16,6 @@ from headway.runtime.collectives.tree import (
     cut_rows,
     find_batch_size,
     map_tensors,
-    slice_rows,
     structure,
     tensors,
     to_device,
@@ -68,9 +67,7 @@ def test_batch_size_is_the_first_dimension_found():
     assert find_batch_size(torch.tensor(3)) is None
 
 
-def test_slicing_and_joining():
-    tree = {"x": torch.arange(6).reshape(3, 2), "n": torch.tensor(1), "s": "text"}
-    assert slice_rows(tree, 1, 3)["x"].tolist() == [[2, 3], [4, 5]]
+def test_joining():
     joined = concatenate([[X], [X + 3]])
     assert joined[0].tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(DataError, match="2 different structures"):

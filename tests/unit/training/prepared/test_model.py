@@ -78,12 +78,12 @@ def test_copies_are_of_the_bare_class():
     twins.append(torch.load(store, weights_only=False))
     for twin in twins:
         assert type(twin) is Net
-        assert not prepared_model.is_attached(twin)
+        assert not isinstance(twin, prepared_model.PreparedModel)
         assert twin(torch.ones(1, 4)).dtype is torch.float32
         assert torch.equal(twin.layer.weight, net.layer.weight)
     nested = copy.deepcopy({"ema": model})["ema"]
     assert type(nested) is Net
-    assert prepared_model.is_attached(model)
+    assert isinstance(model, prepared_model.PreparedModel)
 
 
 def test_free_memory_gives_the_class_back():
