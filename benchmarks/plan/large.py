@@ -1,0 +1,47 @@
+"""Plans of a model that nobody can try out: the shape of Llama 3.1 405B on 512 GPUs, with no published figures beside them.
+
+`python -m benchmarks.plan.large` (a minute and a half of one CPU) prints the table of docs/plan.md: one sequence of 4,096 tokens for
+each shard of the data, parameters gathered in bfloat16, and sequence and loss parallelism under `tp`.
+"""
+
+from typing import Any
+
+from transformers import LlamaConfig
+
+import headway
+from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
+from headway.planning.costs import ClusterRates, cost
+from headway.planning.sources import of_config
+
+RANKS, GIB = 512, 1 << 30
+SHAPE = {
+    "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Print the rows."""
+    config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
+    source = of_config(config, "Llama 3.1 405B")
+    print("| layout | activation checkpointing | peak, GiB | tokens/s per GPU | waits for |\n|---|---|---|---|---|")
+    for strategy in ("fsdp", "fsdp+tp=8", "hsdp=8+tp=8"):
+        for is_checkpointed in (False, True):
+            options: list[Any] = [ShardingOptions(param_dtype="bf16", reduce_dtype="float32")]
+            options += [TensorParallelOptions(sequence_parallel=True, loss_parallel=True)] if "tp" in strategy else []
+            options += [ActivationCheckpointing()] if is_checkpointed else []
+            planned = headway.plan(
+                source.make, strategy, RANKS, step=source.step, tokens=source.tokens, kwargs_handlers=options
+            )
+            spent = cost(planned, ClusterRates())
+            assert spent is not None
+            assert planned.peak is not None
+            print(
+                f"| `{strategy}` | {'yes' if is_checkpointed else 'no'} | {planned.peak / GIB:.1f} | "
+                f"{spent.tokens_per_second / RANKS:.0f} | {spent.bottleneck} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
