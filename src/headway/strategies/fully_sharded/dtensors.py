@@ -8,6 +8,8 @@ context parallelism comes and goes there.
 """
 
 import math
+import os
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +64,16 @@ def around(part: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
-def explain_mixed(error: BaseException) -> str:
-    """What to say after torch's error about DTensors that plain tensors are computed with; nothing of any other."""
-    if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
+def explain(error: BaseException) -> str:
+    """What to say after torch's error in an operation that DTensors have no rule for; nothing of any other."""
+    last = traceback.extract_tb(error.__traceback__, limit=-1)
+    is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
+    if not is_theirs and "got mixed torch.Tensor and DTensor" not in str(error):
         return ""
     return (
-        "headway: the parameters of a sharded model are DTensors outside of its forward. Call the model itself, not model.forward() "
-        "or a part of it; for arithmetic of your own with parameters or gradients, take p.full_tensor() on all ranks"
+        "headway: the parameters of a sharded model are DTensors outside of its forward, and torch cannot do everything with them. "
+        "Call the model itself, not model.forward() or a part of it; for arithmetic of your own with parameters or gradients, take "
+        "p.full_tensor() on all ranks. If an optimizer's step failed, try foreach=False; one that needs whole tensors works under ddp"
     )
 
 

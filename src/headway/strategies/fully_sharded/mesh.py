@@ -148,7 +148,7 @@ class MeshStrategy(Strategy):
         self._has_left = False
         collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
-        scope.own(traces.Hook).add(dtensors.explain_mixed)
+        scope.own(traces.Hook).add(dtensors.explain)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""

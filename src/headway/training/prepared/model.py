@@ -9,11 +9,13 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 """
 
 import copyreg
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn.utils.stateless import _functional_call
 
 from headway.common.callsite import is_users, stack
 from headway.errors import PrepareError, StateError, UnsupportedError
@@ -88,7 +90,7 @@ class PreparedModel:
             return bare(*args, **kwargs)
         for look in call.looks:
             look(self, args, kwargs)  # type: ignore[arg-type]
-        is_served = call.engine is not None and (call.serves_all or torch.is_grad_enabled())
+        is_served = call.engine is not None and (call.serves_all or torch.is_grad_enabled()) and not _is_transformed()
         run: Any = call.engine if is_served else bare
         call.is_inside = True
         call.num_opened = 0
@@ -130,6 +132,20 @@ class PreparedModel:
 class PreparedPart(PreparedModel):
     """Mixed in where this process holds a part of the model."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As above.
+
+        Raises:
+            UnsupportedError: torch.func calls it, with parameters in place of those that the layout gathers.
+        """
+        if sys._getframe(1).f_code is _functional_call.__code__ or _is_transformed():
+            call: _Call = self.__dict__[_KEY]
+            raise UnsupportedError(
+                f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
+                "holds a part of its parameters. Use the layout ddp"
+            )
+        return super().__call__(*args, **kwargs)
+
     def __deepcopy__(self, memo: Any) -> None:
         """Refused: torch's own refusal would come before `__reduce_ex__`."""
         refuse_copies(self)
@@ -168,6 +184,11 @@ class PreparedPart(PreparedModel):
         lone: RankConditionalCallCheck | None = self.__dict__[_KEY].lone
         if lone is not None:
             lone.check(call, action)
+
+
+def _is_transformed() -> bool:
+    """Is this within vmap, grad or another transform of torch.func? Its gradients are results, which no engine reduces."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:

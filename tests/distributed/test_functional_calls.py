@@ -1,0 +1,120 @@
+"""torch.func on prepared models: replicas give what plain PyTorch gives, sharded models refuse before torch reads freed memory."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import mse_loss
+
+from headway import Accelerator
+from headway.errors import UnsupportedError
+from headway.strategies.fully_sharded.dtensors import explain
+from tests.distributed.ranks import run_ranks
+
+ROWS, UPDATES, RANKS = 8, 3, 2
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def rows(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's rows of one update."""
+    inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number), dtype=torch.double)[rank::RANKS]
+    return inputs, inputs[:, :2].square()
+
+
+def adapted(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Model-agnostic meta-learning: the loss after one inner step of gradient descent."""
+    weights = dict(model.named_parameters())
+    inner = mse_loss(functional_call(model, weights, (inputs,)), targets)
+    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    fast = {name: w - 0.05 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return mse_loss(functional_call(model, fast, (inputs.flip(0),)), targets.flip(0))
+
+
+def by_sample(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Rows weighed by the norm of each one's own gradient."""
+    weights = {name: w.detach() for name, w in model.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(functional_call(model, weights, (row[None],)), target[None])
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))(weights, inputs, targets)
+    norms = torch.stack([slopes.flatten(1).square().sum(1) for slopes in each.values()]).sum(0).sqrt()
+    return ((1 / (1 + norms))[:, None] * (model(inputs) - targets).square()).mean()
+
+
+LOSSES: dict[str, Loss] = {"adapted": adapted, "by_sample": by_sample}
+
+
+def by_hand(loss: Loss) -> list[torch.Tensor]:
+    model, optimizer = net()
+    for number in range(UPDATES):
+        for rank in range(RANKS):
+            (loss(model, *rows(number, rank)) / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [w.detach() for w in model.parameters()]
+
+
+def prepared(layout: str, name: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(cpu=True, strategy=layout)
+    model, optimizer = accelerator.prepare(*net())
+    for number in range(UPDATES):
+        accelerator.backward(LOSSES[name](model, *rows(number, accelerator.process_index)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [w.detach() for w in model.parameters()]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_replicas(name):
+    for weights in run_ranks(prepared, RANKS, "ddp", name):
+        torch.testing.assert_close(weights, by_hand(LOSSES[name]), rtol=1e-12, atol=1e-12)
+
+
+def refused(layout: str, name: str) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        prepared(layout, name)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_shards(layout):
+    for name in LOSSES:
+        for said in run_ranks(refused, RANKS, layout, name):
+            assert "torch.func cannot be used" in said
+
+
+class SquaredNorm(torch.optim.Optimizer):
+    """Changes a norm in place, as LAMB and others do; DTensors have no rule for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for w in self.param_groups[0]["params"]:
+            w.sub_(w.grad / w.grad.norm().clamp_(max=10))
+
+
+def explained() -> str:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = net()[0]
+    model, optimizer = accelerator.prepare(model, SquaredNorm(model))
+    accelerator.backward(mse_loss(*(model(rows(0, 0)[0]), rows(0, 0)[1])))
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return explain(error.value)
+
+
+def test_an_optimizer_that_torch_cannot_run_on_shards_is_explained():
+    for said in run_ranks(explained, RANKS):
+        assert "foreach=False" in said
+    assert explain(RuntimeError("another")) == ""
