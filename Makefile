@@ -1,4 +1,4 @@
-# make demo: train a small GPT on this machine.   make test: the suite; make test-all: with its matrices.   All do their own set-up.
+# make demo: train a small GPT on this machine.   make test: the suite; make test-all: with its slow tests and matrices.   All do their own set-up.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,7 +39,11 @@ unit: setup
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not matrix" tests/unit tests/house
 
 test: check
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not matrix" tests || $(MAKE) --no-print-directory again
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not matrix and not slow" tests || $(MAKE) --no-print-directory again
+
+# What `make test` leaves out beside the matrices: runs that are killed, hang, restart or train in many layouts.
+slow: setup
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not matrix and not slurm" tests || $(MAKE) --no-print-directory again
 
 test-all: check
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm" tests || $(MAKE) --no-print-directory again

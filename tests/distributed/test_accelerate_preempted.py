@@ -50,6 +50,7 @@ def ran(folder, *args, **variables):
     return ended.returncode, losses, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="signals as on Linux")
 def test_the_script_starts_again_from_what_it_has_saved(tmp_path):
     _, whole, _ = ran(tmp_path / "whole")
@@ -63,6 +64,7 @@ def test_the_script_starts_again_from_what_it_has_saved(tmp_path):
     assert min(map(int, rest)) == 4
 
 
+@pytest.mark.slow
 def test_who_wants_it_saved_says_so(tmp_path):
     code, _, said = ran(tmp_path / "cut", "once", HEADWAY_PREEMPTION="1")
     assert code == 75, said

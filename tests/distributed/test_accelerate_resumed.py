@@ -92,6 +92,7 @@ KINDS = [(1, "workers that draw", False), (2, "shuffled", False), (2, "stream", 
 MORE = [(1, "shuffled", False), (1, "stream", False), (1, "its own generator", False), (2, "its own generator", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "dispatches"), [*KINDS, *(pytest.param(*each, marks=pytest.mark.matrix) for each in MORE)]
 )

@@ -386,6 +386,7 @@ def failures() -> list[dict[str, str]]:
     return run_ranks(play, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
 def test_on_two_processes(name: str, failures: list[dict[str, Any]]) -> None:
     told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]

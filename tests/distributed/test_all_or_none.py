@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from headway import Accelerator
@@ -44,6 +45,7 @@ def load(folder):
     return None
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_on_one_rank_is_undone_on_all():
     with tempfile.TemporaryDirectory() as folder:
         for told, weight, rate, value in run_ranks(load, 2, f"{folder}/mine"):

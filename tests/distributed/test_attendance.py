@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -120,6 +121,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_where_the_others_say_nothing(tmp_path):
     ran = launch(tmp_path, UNSEEN, "-n", "2", "--cpu", "--timeout", "4")
     assert ran.returncode != 0

@@ -309,6 +309,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_the_timeout_ends_the_wait_in_a_group_that_the_script_holds(tmp_path):
     ran = launch(tmp_path, HELD_GROUP, "--cpu", "-n", "2")
     assert ran.returncode == 0, ran.stderr

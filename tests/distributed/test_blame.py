@@ -219,6 +219,7 @@ def test_nothing_is_left_running_after_a_failure(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_signal_after_a_good_end_changes_nothing(tmp_path):
     delays = (0.0, 0.06, 0.25)
     codes = []

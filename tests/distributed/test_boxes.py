@@ -230,6 +230,7 @@ def load_all(folder):
     return count
 
 
+@pytest.mark.slow
 def test_every_layout_is_read_into_every_other(tmp_path):
     run_ranks(save_all, 4, str(tmp_path))
     for layout in LAYOUTS[4]:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch
 from headway import Accelerator
@@ -14,6 +16,7 @@ print("sum", accelerator.reduce(mine, "sum").item(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_breakpoint_on_one_rank_takes_what_is_typed(tmp_path):
     for rank in (0, 1):
         script = tmp_path / f"train{rank}.py"

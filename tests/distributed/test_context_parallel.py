@@ -428,6 +428,7 @@ def compare(found: dict[str, Curve], own: Curve, held: Curve) -> None:
         torch.testing.assert_close(held["weights"][name], weight, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_two_parts_are_the_whole(tmp_path: Any) -> None:
     for wrong, *rank_curves in run_ranks(on_two, 2, str(tmp_path), timeout=400):
         assert not wrong, wrong
@@ -435,5 +436,6 @@ def test_two_parts_are_the_whole(tmp_path: Any) -> None:
     assert ROWS % 8, "windows end ragged"
 
 
+@pytest.mark.slow
 def test_four_ranks_in_products_of_layouts_are_the_whole() -> None:
     compare(*run_ranks(on_four, 4, timeout=400)[0])

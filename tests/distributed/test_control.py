@@ -65,6 +65,7 @@ def _error(call):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.slow
 def test_votes_over_three_processes():
     told = run_ranks(votes, 3, timeout=200)
     assert [each["given"] for each in told] == [[0, 1, 2]] * 3
@@ -214,6 +215,7 @@ def test_a_rank_that_never_comes_is_named_with_both_numbers(tmp_path, how, words
     assert "missing rank 1" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_attempt_sees_the_keys_of_the_one_before(tmp_path):
     process = begin(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--max_restarts", "2", args=("restarts",))
@@ -226,6 +228,7 @@ def test_no_attempt_sees_the_keys_of_the_one_before(tmp_path):
     assert err.count("was ended by SIGKILL") == 2
 
 
+@pytest.mark.slow
 def test_every_machine_names_the_true_first_failure(tmp_path):
     flags = ("--cpu", "-n", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1",
              "--main_process_port", str(free_port()), "--log_dir")  # fmt: skip

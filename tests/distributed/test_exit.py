@@ -31,6 +31,7 @@ during = engine_threads()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["model", "accelerator"])
 def test_no_thread_of_the_engine_outlives_the_group(tmp_path, kept):
     ran = launch(tmp_path, SCRIPT.replace("KEPT", kept), "-n", "2", "--cpu")

@@ -7,6 +7,7 @@ from benchmarks.forecast.layouts import ROWS, compare
 BY_NAME = {str(setting): setting for _, setting in ROWS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "setting"),
     [

@@ -118,6 +118,7 @@ def test_the_first_failure_is_told_once(tmp_path):
     assert '"rank": 0' in (tmp_path / "logs/rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
     body = (
         "import os, sys\nimport torch\nfrom headway import Accelerator\naccelerator = Accelerator(cpu=True)\n"
@@ -146,6 +147,7 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
     assert "headway/training/prepared/prepare.py" in kept[1]["trace"]
 
 
+@pytest.mark.slow
 def test_the_same_failure_is_counted(tmp_path):
     ran = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
     assert ran.returncode == 1
@@ -187,6 +189,7 @@ def test_a_crash_shows_the_python_line(tmp_path):
     assert "in crash" in ran.stderr
 
 
+@pytest.mark.slow
 def test_restarts(tmp_path):
     body = PROGRAM + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise OSError('once')\n"
     body += "dist.barrier()\n"
@@ -244,6 +247,7 @@ def test_the_dry_run_is_what_runs(tmp_path):
     assert [entry["argv"] for entry in told(ran)] == [["it's", "$HOME"]] * 2, ran.stderr
 
 
+@pytest.mark.slow
 def test_code_against_the_command_line_is_one_error(tmp_path):
     body = "from headway import Accelerator\nAccelerator(mixed_precision='no', cpu=True)\n"
     ran = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16")
@@ -253,6 +257,7 @@ def test_code_against_the_command_line_is_one_error(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_workers_that_lose_the_count_are_refused(tmp_path):
     body = "import os\nos.environ.update(WORLD_SIZE='1', RANK='0')\n"
     body += "from headway import Accelerator\nAccelerator(cpu=True)\n"
@@ -267,6 +272,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.matrix)])
 def test_two_machines_on_one(tmp_path, restarts):
     body = PROGRAM
@@ -339,6 +345,7 @@ def test_a_taken_port_is_named_with_who_holds_it(tmp_path, restarts):
         assert f"what answers at 127.0.0.1:{port} is not the launcher of machine 0" in line
 
 
+@pytest.mark.slow
 def test_tasks_of_a_cluster_are_the_processes(tmp_path):
     """What srun does: the same command twice, told apart by the environment alone."""
     common = {

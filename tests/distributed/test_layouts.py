@@ -46,6 +46,7 @@ def train(tasks: list[Task], layout: str) -> list[Curve]:
     return [prepared(task, layout) for task in tasks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", ["fsdp x2", *(pytest.param(row, marks=pytest.mark.matrix) for row in TABLE if row != "fsdp x2")]
 )

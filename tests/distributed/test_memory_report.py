@@ -25,6 +25,7 @@ accelerator.wait_for_everyone()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space by RLIMIT_AS")
 def test_the_failure_report_says_what_held_the_memory(tmp_path):
     ran = launch(tmp_path, TRAIN, "-n", "2", "--cpu", "--log-dir", "logs")

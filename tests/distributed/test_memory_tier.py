@@ -30,6 +30,7 @@ def whole(tmp_path_factory) -> dict:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.matrix)])
 def test_a_killed_worker_loses_one_update_at_most(layout, whole, tmp_path):
     outcome = memory.compare(memory.launch(tmp_path / "cut", layout, "1", 2, 1), whole(layout))
@@ -42,6 +43,7 @@ def test_a_killed_worker_loses_one_update_at_most(layout, whole, tmp_path):
     assert not kept.exists()  # the memory is given back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["newest", pytest.param("all", marks=pytest.mark.matrix)])
 def test_a_flipped_byte_falls_back(damage, whole, tmp_path):
     told = memory.launch(tmp_path / "cut", "ddp", "2", 2, 1, damage)

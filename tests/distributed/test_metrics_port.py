@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 
+import pytest
+
 from headway.launch.agent.metrics import LogTail, MetricsServer, RunMetrics, awaited
 from headway.runtime.pulse import HeartbeatFile, PulseCall, PulseReading, create
 from tests.distributed.ranks import free_port
@@ -57,6 +59,7 @@ def numbers(text: str) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes(tmp_path):
     script, port = tmp_path / "train.py", free_port()
     script.write_text(SCRIPT)

@@ -39,6 +39,7 @@ def drawn(cell):
     ]
 
 
+@pytest.mark.slow
 def test_a_bar_and_a_table_in_their_place(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})

@@ -29,6 +29,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 @pytest.mark.parametrize(
     "end",

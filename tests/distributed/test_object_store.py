@@ -86,6 +86,7 @@ def is_same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_a_resumed_run_is_the_undisturbed_one_and_each_rank_reads_its_own(strategy, port, tmp_path):
     url, settings = f"s3://{server.BUCKET}/resumed_{strategy}", server.environment(port)
@@ -284,6 +285,7 @@ def flip_a_bit(port, folder):
     return key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_a_resume_passes_over_a_damaged_checkpoint(strategy, port):
     name = f"passed_over_{strategy}"
@@ -404,6 +406,7 @@ def _headway(*words):
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_commands_and_the_log(proxy, port, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     url = f"s3://{server.BUCKET}/logged"

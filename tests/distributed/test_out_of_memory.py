@@ -403,6 +403,7 @@ def failures() -> list[dict[Any, str]]:
     return run_ranks(play, 2, CELLS, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_the_matrix(cell: tuple[Any, ...], failures: list[dict[Any, str]]) -> None:
     told = [f"rank {rank}: {found[cell]}" for rank, found in enumerate(failures) if cell in found]

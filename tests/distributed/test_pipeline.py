@@ -90,6 +90,7 @@ def compare(by_rank: list[dict[str, Curve]], tasks: dict[str, Task], monkeypatch
             assert by_rank[0][name]["weights"].keys() == expected["weights"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize(("plain", "functions"), [(PLAIN, {}), ({}, SCHEDULES)], ids=["plain", "schedules"])
 def test_two_stages_reproduce_the_hand_written_loop(plain, functions, monkeypatch):
@@ -493,6 +494,7 @@ def checks() -> list[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_all_ranks_see():
     for failed in run_ranks(checks, 2, timeout=300):
         assert not failed, "\n".join(failed)

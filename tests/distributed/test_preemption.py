@@ -126,6 +126,7 @@ def all_disturbed(root):
     return len(whole.losses), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_to_any_rank_at_any_time(world_size, tmp_path):
     (num_losses, told), *others = run_ranks(all_disturbed, world_size, str(tmp_path))
@@ -374,6 +375,7 @@ def launched(folder: Path, how: str, *flags: str) -> tuple[int, dict[int, str], 
     return process.returncode, {each["update"]: each["loss"] for each in told}, err
 
 
+@pytest.mark.slow
 def test_the_launcher_passes_it_on_both_ways(tmp_path):
     curve: dict[int, str] = {}
     for how in ("rank 1", "SIGTERM"):
@@ -394,6 +396,7 @@ def test_the_launcher_passes_it_on_both_ways(tmp_path):
     assert sorted([*curve, *losses]) == list(range(1, 17))
 
 
+@pytest.mark.slow
 def test_a_failure_stays_one(tmp_path):
     """The launcher ends the other ranks by a signal, which is not a request to save."""
     code, _, err = launched(tmp_path, "fails")

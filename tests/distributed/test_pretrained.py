@@ -78,6 +78,7 @@ def load(folder: str, layout: str) -> list[str]:
     return failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [each if each in ("hsdp=2", "fsdp+tp=2") else pytest.param(each, marks=pytest.mark.matrix) for each in LAYOUTS],

@@ -32,6 +32,7 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_nothing_outlives_a_launch_of_which_any_process_was_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(3600)\n")

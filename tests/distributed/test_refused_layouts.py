@@ -90,6 +90,7 @@ def labels_of_one_sequence() -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_two_ranks():
     for failed in run_ranks(on_two, 2):
         assert not failed, "\n".join(failed)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -375,6 +376,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.slow
 def test_killed_after_it_and_resumed(tmp_path):
     ran = launch(tmp_path, KILLED, "-n", "2", "--cpu", "--max_restarts", "1")
     assert ran.returncode == 0, ran.stderr

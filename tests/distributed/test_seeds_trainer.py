@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # What stands between the `cell` lines is the notebook's own text, but for the sizes and for the import of the Trainer.
 NOTEBOOK = """
 import torch
@@ -96,6 +98,7 @@ print("cell", result.global_step, model.is_activation_checkpointing, type(traine
 """
 
 
+@pytest.mark.slow
 def test_the_notebooks_cells_run_one_after_another(tmp_path):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     ran = subprocess.run([sys.executable, "-c", NOTEBOOK], cwd=tmp_path, env={**kept, "HEADWAY_DEVICE": "cpu"},

@@ -9,6 +9,7 @@ from headway.cli.checks import selfcheck
 from headway.runtime import process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "fsdp"])
 def test_two_processes_pass(strategy: str) -> None:
     words = ["test", "--cpu", "-n", "2", "--strategy", strategy]

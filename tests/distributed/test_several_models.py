@@ -437,6 +437,7 @@ def models_that_share(**options: Any) -> None:
         prepared(Accelerator(cpu=ON_CPU, **options), Pair(shares=True), data(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])
 def test_under_shards(strategy: str) -> None:
     for found in run_ranks(every, 2, {"strategy": strategy}):

@@ -118,6 +118,7 @@ def check(folder: Path, of_torchao: bool, tolerance: float) -> None:
         assert expected[0] != expected[2]
 
 
+@pytest.mark.slow
 def test_what_works_on_shards_is_what_it_is_on_one_process(tmp_path):
     check(tmp_path, of_torchao=False, tolerance=1e-5)
 

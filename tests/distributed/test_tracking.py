@@ -123,6 +123,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_restarted_is_one_run_in_every_tracker(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database that takes seconds to make
     monkeypatch.setenv("WANDB_SILENT", "true")

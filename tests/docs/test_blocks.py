@@ -27,10 +27,13 @@ def test_pages_are_found():
 
 LONG = ("expert_parallel", "context_parallel", "pipeline_parallel", "forecast")
 """Pages that launch whole trainings or forecast many models, for `make test-all`."""
+SLOW = ("tensor_parallel", "plan", "notebooks")
 
 
 def _runs(page):
-    return pytest.param(*page.values, id=page.id, marks=[pytest.mark.matrix] * (page.values[0].stem in LONG))
+    name = page.values[0].stem
+    marks = [pytest.mark.matrix] if name in LONG else [pytest.mark.slow] if name in SLOW else []
+    return pytest.param(*page.values, id=page.id, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,7 @@ def _number_event_files_from_0(monkeypatch):
         monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
 
+@pytest.mark.slow
 def test_the_tutorial_is_one_script_that_runs_on_two_processes(tmp_path):
     page = ROOT / "docs" / "tutorial.md"
     text = "\n\n".join(block.text for block in blocks(page) if block.kind == "python")

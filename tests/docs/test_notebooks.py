@@ -13,7 +13,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == "first_loop" else pytest.mark.matrix)
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == "first_loop" else pytest.mark.matrix)
         for path in NOTEBOOKS
     ],
 )

@@ -50,6 +50,7 @@ def test_every_loop_is_in_the_table_and_the_other_way_round() -> None:
     assert table().keys() == LOOPS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_update_waits_as_often_as_the_page_says(name: str, counts: dict[str, Any]) -> None:
     found = counts[name]
