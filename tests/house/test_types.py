@@ -16,12 +16,14 @@ def _check(checker, file):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_an_editor_knows_the_types_of_the_facade(checker):
     ran = _check(checker, CHECKED)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_wrong_type_is_found(checker, tmp_path):
     wrong = tmp_path / "wrong.py"

@@ -134,6 +134,7 @@ trees = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(trees)
 @example({"\ud800": 1, "\ud800\udc00": "\ud800\udc00", "\0": Path("\udcff")})

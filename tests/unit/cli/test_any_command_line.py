@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ numbers = st.one_of(
 pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), words)
 
 
+@pytest.mark.slow
 @given(st.lists(pieces, max_size=8), st.lists(words, max_size=4), MACHINES)
 @EXAMPLES
 def test_any_command_line(before, after, machine):

@@ -44,6 +44,7 @@ def test_one_layout_in_full(run, folder):
         assert word in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_what_it_is_at(run, monkeypatch, is_terminal):
     reading, writing = os.openpty() if is_terminal else os.pipe()

@@ -41,6 +41,7 @@ def test_what_cannot_be(tmp_path):
     assert run("report").exit_code == 2
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs need the plots extra")
     for name in ("a", "$b_{"):

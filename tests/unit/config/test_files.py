@@ -38,6 +38,7 @@ configs = st.fixed_dictionaries({}, optional={name: of_kind(SETTINGS[name]) for 
 )
 
 
+@pytest.mark.slow
 @given(configs)
 @EXAMPLES
 def test_the_round_trip_is_exact(config):

@@ -343,6 +343,7 @@ def test_an_error_closes_it():
 # -------------------------------------------------------------------- resuming
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     n=st.integers(1, 40), before=st.integers(1, 3), after=st.integers(1, 3), size=st.integers(1, 5),

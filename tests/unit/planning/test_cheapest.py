@@ -40,6 +40,7 @@ def ranked(**options):
     return headway.cheapest(net, batch, **given)
 
 
+@pytest.mark.slow
 def test_the_first_row_runs_within_its_forecast():
     """25 MiB hold neither all 64 samples nor 32 of them, which keep 2 x 512 x 64 floats of each layer and sample."""
     first = ranked(budget="25MiB", recompute=(False,))[0]
@@ -65,6 +66,7 @@ def test_recomputation_comes_first_only_where_it_is_needed():
     assert tight[0].cost == 1.0
 
 
+@pytest.mark.slow
 def test_the_flops_are_those_of_the_products():
     """Two products of 64 x 512 for each token and block: forward, and two in backward but for the first layer's inputs."""
     found = ranked(budget="1GiB", recompute=(False,))[0].work
@@ -108,6 +110,7 @@ def test_nothing_fits():
     assert rows[0].cost == 1.0
 
 
+@pytest.mark.slow
 def test_a_combination_that_cannot_be_traced_says_why_in_its_row():
     def reading(parameters):
         class Reading(torch.optim.SGD):

@@ -126,6 +126,7 @@ def test_costs_by_hand():
     assert spent.tokens_per_second == pytest.approx(4 * 5 / spent.seconds)
 
 
+@pytest.mark.slow
 def test_computing_waits_for_tensor_parallelism():
     found = plan(llama, "fsdp+tp=2", 4, step=loss)
     spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e4))

@@ -87,6 +87,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
         headway.LongestSequence(sized, limit=4, multiple=8)
 
 
+@pytest.mark.slow
 def test_the_timeline_and_the_curve_go_with_the_numbers():
     found = forecast(batch_size=32, device="a100-40gb", budget="3GiB", largest=True)
     assert max(found.timeline.totals) == pytest.approx(found.allocated, rel=0.01)

@@ -65,6 +65,7 @@ def test_shards_are_gathered_unit_by_unit():
     assert kept.allocated >= found.allocated + WHOLE - 3 * unit
 
 
+@pytest.mark.slow
 def test_more_ranks_take_less():
     sizes = [forecast("fsdp", ranks).allocated for ranks in (2, 8, 64)]
     assert sizes == sorted(sizes, reverse=True)

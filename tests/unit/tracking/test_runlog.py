@@ -166,6 +166,7 @@ def test_a_resume_supersedes_what_came_after_its_step(log):
     assert run.config == {"lr": 0.2}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
 def test_very_many_resumes_take_seconds(tmp_path):
     lines = [{"kind": "run", "format": 1, "time": 0.0}]
@@ -279,6 +280,7 @@ def test_names_of_every_kind_survive(log):
     assert list(read_run(log.folder).values) == names
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

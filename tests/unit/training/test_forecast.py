@@ -57,6 +57,7 @@ def both(accelerator, **options):
 # ---------------------------------------------------------------- the numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "options"),
     [
@@ -176,6 +177,7 @@ def same(first, second):
     return first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_the_model_stays_as_it_is(accelerator, is_prepared):
     model, called = net(), []
@@ -328,6 +330,7 @@ def test_what_is_left_of_a_card_leaves_out_what_others_hold(monkeypatch):
         present_device(SimpleNamespace(kind="mps"), torch.device("mps"))
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_limit_of_the_address_space_is_the_budget(accelerator, monkeypatch):
     monkeypatch.setattr(present, "free_address_space", lambda: 40 << 20)
     model = net()

@@ -1,6 +1,7 @@
 """Where the parts of a DTensor lie, against torch's own arithmetic."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -11,6 +12,7 @@ from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit, held, is_
 from tests.unit.checkpoint.amount import EXAMPLES
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 60), st.lists(st.tuples(st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 6)), max_size=3))
 def test_a_dim_is_cut_as_torch_cuts_it(length, cuts):

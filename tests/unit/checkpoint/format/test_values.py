@@ -40,6 +40,7 @@ def there_and_back(value):
     return decode(json.loads(text), tensors)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(values)
 def test_values_come_back(value):

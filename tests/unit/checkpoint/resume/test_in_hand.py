@@ -96,6 +96,7 @@ def train(folder, loop, steps, strike, killed_after=0):
     return told, False, len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "steps"),
     [("side_by_side", 1), ("side_by_side", 2), ("evaluated_first", 1), ("evaluated_first", 2), ("collected", 2)],

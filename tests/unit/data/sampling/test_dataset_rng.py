@@ -96,6 +96,7 @@ def test_the_numbers_are_the_plain_loops_where_training_draws_from_other_streams
     assert train(DATASETS[kind], made(tmp_path), dropout=dropout) == train(DATASETS[kind], dropout=dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATASETS)
 def test_a_resumed_run_is_the_undisturbed_one_wherever_it_stopped(kind, tmp_path):
     whole = train(DATASETS[kind], made(tmp_path / "whole"))
@@ -105,6 +106,7 @@ def test_a_resumed_run_is_the_undisturbed_one_wherever_it_stopped(kind, tmp_path
         assert first + rest == whole, stop
 
 
+@pytest.mark.slow
 def test_so_is_one_that_stopped_in_the_middle_of_a_window(tmp_path):
     whole = train(DATASETS["all"], made(tmp_path / "whole", steps=3))
     for stop in FEW_STOPS:

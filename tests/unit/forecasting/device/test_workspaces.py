@@ -58,6 +58,7 @@ def measured(kind):
     return profiled(work, sum(parameter.nbytes for parameter in model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LAYERS)
 def test_on_a_cpu_a_language_model_takes_what_the_profiler_sees(kind):
     assert plain_peak(traced(CPU, kind=kind).events) == pytest.approx(measured(kind), rel=0.02)

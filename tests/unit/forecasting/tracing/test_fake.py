@@ -330,6 +330,7 @@ def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
     assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)
 
 
+@pytest.mark.slow
 def test_under_autocast_two_batches_ask_and_give_back_in_the_same_order():
     """Casts of weights go all at once, in the order of their addresses."""
     recipe = StepRecipe(adamw, nn.functional.mse_loss, "bf16", accumulation=2)

@@ -45,6 +45,7 @@ def loaded(folder):
     return peft.get_peft_model(model, peft.LoraConfig(r=4)).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_qlora_takes_what_the_real_one_takes(folder, precision):
     make, batch, loss = trainable(find(str(folder), 4, 64), dtype="int4", lora=4)
@@ -75,6 +76,7 @@ def test_a_layer_of_ones_own_is_packed_with_and_without_nested_scales():
         assert found.split["weights"] == held + (256 + 1) * 256 * 4
 
 
+@pytest.mark.slow
 def test_experts_as_grouped_products_in_float32():
     config = transformers.Qwen3MoeConfig(
         **SMALL, num_key_value_heads=2, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, use_cache=False

@@ -21,6 +21,7 @@ def batch(size):
     return {"input_ids": tokens, "labels": tokens, "position_ids": places}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_mask_of_packed_sequences_is_counted_and_said(precision):
     found = headway.forecast(make, batch, device="cpu", precision=precision, batch_size=4, largest=False)

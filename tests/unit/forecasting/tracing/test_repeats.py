@@ -149,6 +149,7 @@ def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
     assert [*range(FEWEST)] * 2 == CALLS
 
 
+@pytest.mark.slow
 def test_loop_of_ones_own_runs_once() -> None:
     runs: list[int] = []
 

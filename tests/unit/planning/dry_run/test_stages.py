@@ -59,6 +59,7 @@ def test_stages_by_hand():
     assert "by place along the pipeline" in str(found)
 
 
+@pytest.mark.slow
 def test_gpipe_keeps_all_micro_batches():
     found = of("gpipe")
     assert [stage.activations for stage in found.stages] == [8 * ROW] * 4
@@ -120,6 +121,7 @@ def test_stages_that_wait_for_each_other_are_said():
         simulate(lanes, lambda event: 0.0)
 
 
+@pytest.mark.slow
 def test_the_bubble_is_part_of_the_cost():
     fast = ClusterRates(intra=1e30, inter=1e30, flops=1e6)
     many, few = (cost(of("1f1b", num), fast) for num in (8, 4))

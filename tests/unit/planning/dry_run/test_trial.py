@@ -96,6 +96,7 @@ def test_every_ranks_share_follows_from_one_rank(strategy):
         )
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_is_one():
     found = dry_run_rank(tied, parse("fsdp").resolve(3), 0, loss, adamw)
     assert sum(torch.Size(piece.shape).numel() for piece in found.pieces) == num_parameters(tied)
@@ -117,6 +118,7 @@ def test_checkpointed_activations_are_fewer_and_computed_twice():
     assert plain.flops["backward"] < fewer.flops["backward"] <= plain.flops["backward"] + plain.flops["forward"]
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_what_it_says():
     sizes = [
         dry_run_rank(llama, Layout(), 0, loss, adamw, options=EngineOptions(checkpointing=plan)).activations
@@ -126,6 +128,7 @@ def test_selective_checkpointing_keeps_what_it_says():
     assert sizes[1] - sizes[2] > 2 * 16 * (32 + 2 * 16 + 32 + 2 * 56 + 32) * 4  # what two layers' matrix products give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_another_layer_takes_its_share_and_no_more(device):
     """Whole gradients go once they are reduced, and so does what DTensors work shapes out on."""

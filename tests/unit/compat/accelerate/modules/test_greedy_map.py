@@ -41,6 +41,7 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=1, max_size=5),

@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from headway.launch.stand_in import FOLDER, VERSION, variables
 
 INSTALL = "from headway.compat import install_as_accelerate; install_as_accelerate()\n"
@@ -31,6 +33,7 @@ def test_the_version_is_the_one_whose_names_are_served():
     assert version("accelerate") == VERSION
 
 
+@pytest.mark.slow
 def test_installed_in_a_process_every_import_gives_headway(tmp_path):
     """One process for all of it, as each would import torch: names, what is refused, what is set, and a tracker."""
     code = (
@@ -103,11 +106,13 @@ print(version("accelerate"), find_spec("accelerate").origin, *packages_distribut
     assert said(code, tmp_path, **variables({})) == [VERSION, str(FOLDER / "accelerate" / "__init__.py"), "accelerate"]
 
 
+@pytest.mark.slow
 def test_transformers_finds_it(tmp_path):
     code = INSTALL + "from transformers.utils import is_accelerate_available as a; print(a('1.15.0'), a('1.16.0'))"
     assert said(code, tmp_path) == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_too_late_is_an_error_that_says_what_to_do(tmp_path):
     ended = run("import accelerate\n" + INSTALL, tmp_path)
     assert ended.returncode == 1
