@@ -118,3 +118,4 @@ def test_an_optimizer_that_torch_cannot_run_on_shards_is_explained():
     for said in run_ranks(explained, RANKS):
         assert "foreach=False" in said
     assert explain(RuntimeError("another")) == ""
+    assert "weight_decay" in explain(RuntimeError("Tensor on device meta is not on the expected device cuda:0!"))

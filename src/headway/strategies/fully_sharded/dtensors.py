@@ -65,7 +65,12 @@ def around(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def explain(error: BaseException) -> str:
-    """What to say after torch's error in an operation that DTensors have no rule for; nothing of any other."""
+    """What to say after torch's error in an operation that DTensors or a stage's parameters cannot do; nothing of any other."""
+    if "Tensor on device meta is not on the expected device" in str(error):
+        return (
+            "headway: in a pipeline, parameters of other stages are on the meta device. Make the loss of the model's outputs alone; "
+            "in place of a penalty on weights, use the optimizer's weight_decay"
+        )
     last = traceback.extract_tb(error.__traceback__, limit=-1)
     is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
     if not is_theirs and "got mixed torch.Tensor and DTensor" not in str(error):

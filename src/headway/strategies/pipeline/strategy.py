@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.common import scope, traces
 from headway.config.mesh import Layout, written
 from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
@@ -61,13 +62,10 @@ class PipelineStrategy(Strategy):
     )
 
     def __init__(
-        self,
-        collectives: Collectives,
-        layout: Layout,
-        options: PipelineOptions,
-        spread: "MeshStrategy | None" = None,
+        self, collectives: Collectives, layout: Layout, options: PipelineOptions, spread: "MeshStrategy | None" = None
     ) -> None:
         super().__init__(collectives)
+        scope.own(traces.Hook).add(dtensors.explain)
         self.layout = layout
         self.name = written(dict.fromkeys(layout.sizes))
         self._spread = spread
