@@ -104,18 +104,27 @@ class SquaredNorm(torch.optim.Optimizer):
             w.sub_(w.grad / w.grad.norm().clamp_(max=10))
 
 
-def explained() -> str:
+def explained() -> list[str]:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     model = net()[0]
     model, optimizer = accelerator.prepare(model, SquaredNorm(model))
-    accelerator.backward(mse_loss(*(model(rows(0, 0)[0]), rows(0, 0)[1])))
+    weight = next(model.parameters())
+    loss = mse_loss(model(rows(0, 0)[0]), rows(0, 0)[1])
+    said = []
+    for call in (lambda: torch.autograd.grad(loss, weight), lambda: weight.detach().numpy()):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        said.append(explain(error.value))
+    accelerator.backward(loss)
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
-    return explain(error.value)
+    return [*said, explain(error.value)]
 
 
-def test_an_optimizer_that_torch_cannot_run_on_shards_is_explained():
-    for said in run_ranks(explained, RANKS):
-        assert "foreach=False" in said
+def test_what_torch_cannot_do_with_shards_is_explained():
+    for of_autograd, of_numpy, of_an_optimizer in run_ranks(explained, RANKS):
+        assert "p.grad" in of_autograd
+        assert "p.full_tensor()" in of_numpy
+        assert "foreach=False" in of_an_optimizer
     assert explain(RuntimeError("another")) == ""
     assert "weight_decay" in explain(RuntimeError("Tensor on device meta is not on the expected device cuda:0!"))

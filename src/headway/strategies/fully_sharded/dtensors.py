@@ -64,22 +64,28 @@ def around(part: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
+_PARTS = (
+    "the parameters of a sharded model are DTensors outside of its forward, and torch cannot do everything with them. Call the model "
+    "itself, not model.forward() or a part of it. For arithmetic of your own with parameters or gradients, take p.full_tensor() on "
+    "all ranks. If an optimizer's step failed, try foreach=False; one that needs whole tensors works under ddp"
+)
+_ADVICE = {
+    "got mixed torch.Tensor and DTensor": _PARTS,
+    "is not supported for tensor subclasses": _PARTS,
+    "appears to not have been used in the graph": "accelerator.backward(loss) puts the gradients of sharded parameters into p.grad; "
+    "torch.autograd.grad does not find them",
+    "Tensor on device meta is not on the expected device": "in a pipeline, parameters of other stages are on the meta device. Make "
+    "the loss of the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay",
+}
+"""By what torch's errors say."""
+
+
 def explain(error: BaseException) -> str:
     """What to say after torch's error in an operation that DTensors or a stage's parameters cannot do; nothing of any other."""
-    if "Tensor on device meta is not on the expected device" in str(error):
-        return (
-            "headway: in a pipeline, parameters of other stages are on the meta device. Make the loss of the model's outputs alone; "
-            "in place of a penalty on weights, use the optimizer's weight_decay"
-        )
     last = traceback.extract_tb(error.__traceback__, limit=-1)
     is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
-    if not is_theirs and "got mixed torch.Tensor and DTensor" not in str(error):
-        return ""
-    return (
-        "headway: the parameters of a sharded model are DTensors outside of its forward, and torch cannot do everything with them. "
-        "Call the model itself, not model.forward() or a part of it; for arithmetic of your own with parameters or gradients, take "
-        "p.full_tensor() on all ranks. If an optimizer's step failed, try foreach=False; one that needs whole tensors works under ddp"
-    )
+    found = next((advice for text, advice in _ADVICE.items() if text in str(error)), _PARTS if is_theirs else "")
+    return found and f"headway: {found}"
 
 
 def is_of_parameters(loss: torch.Tensor) -> bool:
