@@ -1,17 +1,10 @@
 """What kernels ask for where tensors do not lie as they read them, and RMSNorm, one kernel: torch's allocator and a trace."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headway.forecasting.device.devices import find
-from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.trace import StorageTracker
+from tests.simulated_cuda.operations import on_device, traced
 
 # Shared with the process that has a device: operations, how inputs and gradients are laid out, and a run of both directions.
 COMMON = """
@@ -52,22 +45,6 @@ def run(name, x_lies, gradient_lies, device, meter, mark=lambda tensors: None):
     backward, _ = meter(lambda: torch.autograd.grad(outputs, inputs, gradient))
     return forward, backward
 """
-MEASURE = (
-    COMMON
-    + """
-import gc, json, sys
-gc.disable()
-def recorded(function):
-    gc.collect()
-    torch.cuda.memory._record_memory_history(max_entries=100000, context=None)
-    result = function()
-    history = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    signs = {"alloc": 1, "free_completed": -1}
-    return [event["size"] * signs[event["action"]] for event in history if event["action"] in signs], result
-print(json.dumps([run(*case, "cuda", recorded) for case in json.loads(sys.argv[1])]))
-"""
-)
 NAMESPACE: dict[str, Any] = {}
 exec(COMMON, NAMESPACE)
 IN_ROWS, IMAGES = (
@@ -98,26 +75,8 @@ def large(sizes: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["h100", "t4"])
 def test_a_trace_asks_for_the_copies_that_torchs_kernels_make(kind: str) -> None:
-    pytest.importorskip("simulated_cuda")
-    environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
-    ran = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(CASES)], capture_output=True, text=True, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    device, wrong = find(kind), []
-    for case, real in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
-        with substituted(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
-            tracker = StorageTracker(device)
-
-            def traced(function: Any, tracker: StorageTracker = tracker) -> Any:
-                begin = len(tracker.events)
-                with tracker:
-                    result = function()
-                return [event.num_bytes for event in tracker.events[begin:]], result
-
-            def mark(tensors: Any, tracker: StorageTracker = tracker) -> None:
-                tracker.mark(tensors, "batch")
-
-            found = NAMESPACE["run"](*case, "cpu", traced, mark)
+    wrong = []
+    for case, real in zip(CASES, on_device(kind, COMMON, CASES)):
+        found = traced(kind, NAMESPACE["run"], case)
         wrong += [(case, a, b) for a, b in zip(map(large, real), map(large, found)) if a != b]
     assert not wrong, wrong

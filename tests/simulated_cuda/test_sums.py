@@ -25,7 +25,8 @@ for shape, dims in json.loads(sys.argv[1]):
         values = torch.zeros(shape, device="cuda", dtype=dtype)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = torch.sum(values, dims) if sys.argv[2] == "sum" else torch.linalg.vector_norm(values, 2, dims)
+        name = sys.argv[2]
+        result = torch.linalg.vector_norm(values, 2, dims) if "norm" in name else getattr(torch, name)(values, dims)
         rounded = -(-result.nbytes // 512) * 512
         found.append(torch.cuda.max_memory_allocated() - before - rounded)
         del values, result
@@ -33,7 +34,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("name", ["sum", "linalg_vector_norm"])
+@pytest.mark.parametrize("name", ["sum", "linalg_vector_norm", "var"])
 @pytest.mark.parametrize("kind", ["h100", "a100-80gb", "t4", "rtx-3090"])
 def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str, name: str) -> None:
     pytest.importorskip("simulated_cuda")
@@ -47,6 +48,6 @@ def test_sums_ask_for_what_torchs_kernels_ask_for(kind: str, name: str) -> None:
     cases = [(shape, dims, dtype) for shape, dims in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     for (shape, dims, dtype), num_bytes in zip(cases, real, strict=True):
         values = torch.empty(shape, dtype=dtype, device="meta")
-        asked = sum(rule((values, dims) if name == "sum" else (values, 2.0, dims)))
+        asked = sum(rule((values, 2.0, dims) if "norm" in name else (values, dims)))
         # Beside it flags of some bytes a block, and what a block of the allocator has left over.
         assert 0 <= num_bytes - asked < (1 << 20) + (1 << 12) if asked else num_bytes < 1 << 12, (shape, dims, dtype)

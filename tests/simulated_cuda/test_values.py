@@ -1,5 +1,8 @@
 """What is computed on the simulated device is what the CPU computes."""
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -176,6 +179,39 @@ def test_convolutions_and_batch_norm() -> None:
         out.square().sum().backward()
         found.append([out.detach().cpu(), x.grad.cpu(), model[1].running_mean.cpu(), model[0].weight.grad.cpu()])
     assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(*found))
+
+
+IN_BFLOAT16 = """
+import torch
+from torch import nn
+found = []
+for device in ("cpu", "cuda"):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(16, 32, 3, padding=1).to(device, torch.bfloat16)
+    x = torch.linspace(-1, 1, 4 * 16 * 32 * 32).reshape(4, 16, 32, 32).to(device, torch.bfloat16).requires_grad_()
+    out = layer(x)
+    if device == "cuda":
+        weight = torch.zeros(8, 8, device="cuda", requires_grad=True)
+        (weight @ weight).sum().backward()  # cuBLAS's workspace for backward
+        gradient = torch.ones_like(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out.backward(gradient)
+        print(torch.cuda.max_memory_allocated() - before - x.nbytes)
+    else:
+        out.backward(torch.ones_like(out))
+    found.append([out.detach().cpu(), x.grad.cpu(), layer.weight.grad.cpu()])
+assert all(torch.allclose(one, other, rtol=0.02, atol=0.1) for one, other in zip(*found))
+"""
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("t4", 16 * 9 * 32 * 32 * 2), ("a100-80gb", 0)])
+def test_convolutions_that_are_not_cudnns_run_their_own_code_backward(kind: str, columns: int) -> None:
+    environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "1"}
+    command = [sys.executable, "-c", IN_BFLOAT16]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert columns <= int(ran.stdout) < columns + (1 << 14)  # and the weights' gradients
 
 
 def test_what_is_not_computed_is_named_and_no_number(leaves_out: None) -> None:

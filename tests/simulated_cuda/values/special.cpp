@@ -1,5 +1,6 @@
 // Operations of CUDA that the CPU has not, or whose arguments it takes otherwise; and those whose own code is not run.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/native/ConvUtils.h>
 
 #include "values.h"
 
@@ -63,6 +64,17 @@ std::optional<at::Tensor> given(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() ? std::optional(value.toTensor()) : std::nullopt;
 }
 
+// cuDNN has no convolutions in bfloat16 below capability 8.0, and torch prefers its own for some depthwise ones.
+bool is_not_cudnns(const Stack& stack) {
+  auto ints = [&](size_t i) { return stack[i].toSymIntVector(); };
+  const auto strides = ints(4), paddings = ints(5), dilations = ints(6), outputs = ints(8);
+  const std::vector<c10::SymInt> biases = stack[3].isNone() ? std::vector<c10::SymInt>{} : ints(3);
+  const auto backend = at::native::select_conv_backend(
+      stack[1].toTensor(), stack[2].toTensor(), std::nullopt, strides, paddings, dilations, stack[7].toBool(), outputs, stack[9].toSymInt(),
+      stack[3].isNone() ? at::OptionalSymIntArrayRef() : at::OptionalSymIntArrayRef(biases));
+  return backend != at::native::ConvBackend::Cudnn && backend != at::native::ConvBackend::CudnnTranspose;
+}
+
 void batch_norm(const c10::OperatorHandle&, Stack& stack, uint64_t) {
   auto [out, mean, rstd] = at::native_batch_norm(stack[0].toTensor(), given(stack[1]), given(stack[2]), given(stack[3]), given(stack[4]),
                                                  stack[5].toBool(), stack[6].toDouble(), stack[7].toDouble());
@@ -118,7 +130,7 @@ void add_rules(std::map<std::string, Rule>& rules) {
   rules["aten::_fused_rms_norm_backward"] = {rms_norm_backward};
   rules["aten::cudnn_convolution"] = {convolution, true};
   rules["aten::cudnn_convolution_transpose"] = {convolution_transposed, true};
-  rules["aten::convolution_backward"] = {nullptr, true};
+  rules["aten::convolution_backward"] = {nullptr, true, false, is_not_cudnns};
   rules["aten::cudnn_batch_norm"] = {batch_norm, true};
   rules["aten::cudnn_batch_norm_backward"] = {batch_norm_backward, true};
   for (const char* name : {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",

@@ -268,7 +268,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   }
   if (has_values && is_random && (!generator || generator->device().is_cuda()))
     seed = seed_of(generator ? *generator : at::globalContext().defaultGenerator(device_of(given, {})));
-  if (has_values && known.rule.is_replaced) {
+  if (has_values && known.rule.is_replaced && !(known.rule.has_own && known.rule.has_own(given))) {
     stack->resize(stack->size() - num);
     Stack results;
     alone(op, known.rule, given, &results, seed);

@@ -20,6 +20,7 @@ struct Rule {
   // results are allocated, its temporary memory is not.
   bool is_replaced = false;
   bool waits = false;  // CUDA's waits for the device, too
+  bool (*has_own)(const Stack& given) = nullptr;  // of what is replaced: for these arguments torch's own code, which runs
 };
 
 void add_rules(std::map<std::string, Rule>& rules);            // special.cpp

@@ -35,6 +35,8 @@ COPIES_BEFORE: dict[str, Sizes] = {
     "aten::native_layer_norm": _copies(0),
     "aten::native_layer_norm_backward": _copies(1),
     "aten::native_group_norm_backward": _copies(0, 1),
+    "aten::_cdist_forward": _copies(0, 1),
+    "aten::_cdist_backward": _copies(1, 2),
     "aten::_adaptive_avg_pool2d": _copies(0, like=0),
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::median"), _copies(0)),
     "aten::roll": lambda args: (
@@ -61,6 +63,40 @@ COPIES_AFTER: dict[str, Sizes] = {
     "aten::_adaptive_avg_pool2d_backward": _copies(0, like=0),
 }
 """Bytes asked for after the results, by operation."""
+
+
+_CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
+"""Where their inputs are among their arguments: weights, a bias or its size, strides, paddings and the rest follow."""
+
+
+def is_slow(name: str, args: tuple[Any, ...]) -> bool:
+    """Is it a convolution in bfloat16 that torch computes as a product of matrices, below capability 8.0 as cuDNN has none there?
+
+    Depthwise ones have kernels of their own (`select_conv_backend` in `aten/src/ATen/native/Convolution.cpp`).
+    """
+    given = args[_CONVOLUTIONS[name] :] if name in _CONVOLUTIONS else ()
+    return bool(given) and given[0].dtype is torch.bfloat16 and given[8] == 1
+
+
+def _slow(name: str) -> tuple[Sizes, Sizes]:
+    """Before its results, copies of what is not contiguous; after them, all that one sample's places are made of (im2col)."""
+    first = _CONVOLUTIONS[name]
+
+    def columns(args: tuple[Any, ...]) -> list[int]:
+        inputs, weight, _, strides, paddings, dilations, is_transposed = args[first : first + 7]
+        widths, places = weight.shape[2:], inputs.shape[2:]
+        if not is_slow(name, args) or (not first and prod((*widths, *strides)) == 1 and not any(paddings)):
+            return []
+        if not is_transposed:
+            each = zip(places, widths, strides, paddings, dilations)
+            places = [(size + 2 * pad - apart * (wide - 1) - 1) // step + 1 for size, wide, step, pad, apart in each]
+        return [weight.numel() // len(weight) * prod(places) * 2]
+
+    return lambda args: _copies(*range(first + 1))(args) if is_slow(name, args) else [], columns
+
+
+SLOW_BEFORE, SLOW_AFTER = ({name: _slow(name)[index] for name in _CONVOLUTIONS} for index in (0, 1))
+"""The same of convolutions below capability 8.0."""
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headway.forecasting.device import attention, workspaces
-from headway.forecasting.device.copies import COPIES_AFTER, COPIES_BEFORE, rms_norm
+from headway.forecasting.device.copies import COPIES_AFTER, COPIES_BEFORE, SLOW_AFTER, SLOW_BEFORE, is_slow, rms_norm
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.workspaces import Sizes, of_sums
 
@@ -30,7 +30,9 @@ FLOAT32 = (
     "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
     "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "rms_norm", "norm.Scalar",
-    "norm.ScalarOpt_dim",
+    "norm.ScalarOpt_dim", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 """Their inputs become float32."""
 
@@ -50,6 +52,8 @@ AS_GIVEN = (
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+_WITH_BFLOAT16 = (8, 0)
+"""The first capability for which cuDNN has convolutions in it."""
 _SORTED_BY_BLOCK, _SORTED_FROM = 4096, 3072
 """Up to so many values a row is sorted by one block; up to so many indices an embedding's backward on CUDA needs no sorting."""
 
@@ -91,6 +95,14 @@ def _indexed_sums(args: tuple[Any, ...]) -> list[int]:
         return []
     size = 8 * max(index.numel() for index in args[1] if index is not None)
     return [*([] if args[2].is_contiguous() else [args[2].nbytes]), *[size] * 4, 2 * size]
+
+
+def _distances(args: tuple[Any, ...]) -> list[int]:
+    """Euclidean ones by one product: of points that each have two columns more; the first were doubled in a copy before."""
+    one, two = args[:2]
+    wide, size = one.shape[-1] + 2, one.element_size()
+    found = prod(one.shape[:-1]) * two.shape[-2] * size
+    return [prod(one.shape[:-1]) * wide * size, max(prod(two.shape[:-1]) * wide * size, one.nbytes - found)]
 
 
 def _where_all_is_masked(args: tuple[Any, ...]) -> list[int]:
@@ -178,6 +190,11 @@ _OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_efficient_attention_backward": attention.grouped_gradients,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::_embedding_bag_backward": lambda args: _embedding_backward(args) if args[8] < 2 and not args[9] else [],
+    "aten::_euclidean_dist": _distances,
+    # Places in homogeneous coordinates.
+    "aten::affine_grid_generator": lambda args: [
+        args[1][0] * prod(args[1][2:]) * args[0].shape[2] * args[0].element_size()
+    ],
     "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
     "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
@@ -202,6 +219,9 @@ LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
         (*args[:2], args[6] if args[8] < 2 and not args[9] else 0)
     ),
     "aten::sort": _sorting,
+    "aten::_cdist_backward": lambda args: [args[4].numel() * args[1].shape[-1] * args[1].element_size()],
+    # How many values each mean has, from ones, and where there are none.
+    "aten::scatter_reduce": lambda args: [args[3].nbytes, args[0].nbytes, args[0].numel()] if args[4] == "mean" else [],
     **{f"aten::{name}": _indexed_sums for name in ("index_put", "index_put_", "_index_put_impl_")},
 }
 """On CUDA: what a kernel asks for after its results, in order; negative: what it gives back before it asks for the next."""
@@ -211,7 +231,9 @@ def scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
     """Bytes that a device's kernels ask torch's allocator for while they run, by operation: before their results, and after."""
     if not device.is_cuda:
         return _EVERYWHERE | _OF_CPU, {}
-    return _EVERYWHERE | _OF_CUDA, LATE_SCRATCH_OF_CUDA | of_sums(device.processors, device.threads)
+    before, after = (SLOW_BEFORE, SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
+    late = LATE_SCRATCH_OF_CUDA | of_sums(device.processors, device.threads)
+    return _EVERYWHERE | _OF_CUDA | before, late | after
 
 
 OVERSIZED: dict[str, Sizes] = {
@@ -235,8 +257,14 @@ def oversized(device: Device) -> dict[str, Sizes]:
     return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
 
 
-MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
-"""Operations that go to cuBLAS, whose workspace stays from the first of them on."""
+_MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
+
+
+def takes_cublas(device: Device, name: str, args: tuple[Any, ...]) -> bool:
+    """Does an operation go to cuBLAS, whose workspace stays from the first of them on?"""
+    is_product = name.removeprefix("aten::") in _MATMUL
+    return device.cublas > 0 and (is_product or (device.capability < _WITH_BFLOAT16 and is_slow(name, args)))
+
 
 UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::convolution": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",

@@ -151,15 +151,19 @@ def of_sums(processors: int, threads: int) -> dict[str, Sizes]:
     """
     sizes = partial(_sizes, processors, threads)
     found: dict[str, Sizes] = {f"aten::{name}": sizes for name in ("sum", "mean")}
+    # Of a variance: a mean, a sum of squares and two counts.
+    found |= dict.fromkeys(
+        (f"aten::{name}" for name in ("var", "std", "var_mean", "std_mean")), partial(sizes, parts=4)
+    )
     return found | {"aten::linalg_vector_norm": lambda args: sizes((args[0], *args[2:]))}
 
 
-def _sizes(processors: int, threads: int, args: tuple[Any, ...]) -> list[int]:
+def _sizes(processors: int, threads: int, args: tuple[Any, ...], parts: int = 1) -> list[int]:
     values: torch.Tensor = args[0]
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else ()
     wanted = {dims % values.dim()} if isinstance(dims, int) else {each % values.dim() for each in dims}
     reduced = wanted or set(range(values.dim()))
-    size = _shared(values, reduced, processors * threads)
+    size = parts * _shared(values, reduced, processors * threads)
     is_cast = not values.dtype.is_floating_point and values.dtype not in (
         torch.int64,
         torch.complex64,

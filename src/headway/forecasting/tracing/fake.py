@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     is_fake,
 )
-from torch.utils._pytree import tree_map
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.common.callsite import users_line
 from headway.errors import HeadwayError, MetaModelError, UnsupportedError
@@ -137,11 +138,24 @@ def _batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[...,
     def next_batch(*asked: int) -> Batch:
         with _disable_current_modes():
             if asked not in made:
-                made[asked] = batch(*asked)
+                made[asked] = _without_packed(batch(*asked))
             with fake:
                 return tree_map(copied, made[asked])
 
     return next_batch
+
+
+def _without_packed(batch: Batch) -> Batch:
+    if any(map(_is_packed, tree_leaves(batch, is_leaf=_is_packed))):
+        raise UnsupportedError(
+            "the batch has a PackedSequence, in which the number of sequences at each step is a value, and nothing is computed here. "
+            "Forecast the model with padded sequences (batch_fn=), which take as much or more"
+        )
+    return batch
+
+
+def _is_packed(each: Any) -> bool:
+    return isinstance(each, PackedSequence)
 
 
 def copied(leaf: Any) -> Any:

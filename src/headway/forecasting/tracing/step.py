@@ -277,20 +277,13 @@ def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
 
 
 def mark_model(model: nn.Module, watcher: StepObserver) -> None:
-    """The model's own tensors are there."""
-    watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
-    watcher.mark((scale for module in model.modules() for scale in scales_of(module)), "weights")
-    watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")
-
-
-def _in_order_of_moving(model: nn.Module, which: str) -> list[torch.Tensor]:
-    """Tensors in the order in which `.to(device)` asks for memory: parts before the whole."""
-    return [
-        each
-        for module in reversed(list(model.modules()))
-        for each in getattr(module, which).values()
-        if each is not None and not each.is_meta  # without memory: other ranks of a pipeline have it
-    ]
+    """The model's own tensors are there; asked for as `.to(device)` moves them: parts in order, then what is the whole's own."""
+    for part in model.children():
+        mark_model(part, watcher)
+    for held, kind in ((model._parameters, "weights"), (model._buffers, "buffers")):
+        # What is without memory, other ranks of a pipeline have.
+        watcher.mark([each for each in held.values() if each is not None and not each.is_meta], kind)
+    watcher.mark(scales_of(model), "weights")
 
 
 def run(

@@ -26,12 +26,12 @@ from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import (
-    MATMUL,
     NAMESPACES,
     UNKNOWN_SCRATCH,
     grouped_products,
     oversized,
     scratch,
+    takes_cublas,
 )
 from headway.forecasting.tracing.bounded import at_most, without_masks
 from headway.forecasting.tracing.events import UNSURE, MemoryEvent
@@ -242,7 +242,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self._resized(args[0])
         self._results(result, name, args)
         self._late_scratch(name, args)
-        if self._device.cublas and name.removeprefix("aten::") in MATMUL:
+        if takes_cublas(self._device, name, args):
             self._workspace()
         if name in _ADDS or (name in _IN_PLACE and _node() == _LOGITS_LOSS):
             self._summed(args, result)

@@ -220,12 +220,49 @@ def test_autocast_computes_in_float32_what_cuda_does():
     assert on_card.operations["aten::_to_copy"] > on_cpu.operations["aten::_to_copy"]
 
 
+ELSEWHERE = {
+    *(
+        "atan2",
+        "cross",
+        "dot",
+        "vdot",
+        "addcdiv",
+        "addcmul",
+        "bilinear",
+        "tensordot",
+        "index_put",
+        "scatter_add",
+    ),  # widest dtype
+    *("mv", "addmv", "addr", "einsum", "chain_matmul", "linalg_multi_dot"),  # half precision, as what they call
+    *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),  # made of what is listed
+    *("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"),
+    *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
+    "_scaled_dot_product_flash_attention",
+}
+"""What CUDA's autocast has to do with and a CPU's has not, beside what it computes in float32."""
+
+
 def test_the_list_of_autocast_is_the_installed_torchs():
-    unknown = [
-        name for name in (*FLOAT32, *FLOAT32_IF_FREE)
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
-    ]  # fmt: skip
-    assert unknown == []
+    def known(key):
+        names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+        return {
+            name.removeprefix("aten::") for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        }
+
+    listed = {*FLOAT32, *FLOAT32_IF_FREE}
+    assert listed <= known("AutocastCUDA")
+    assert known("AutocastCUDA") - known("AutocastCPU") <= listed | ELSEWHERE
+
+
+def test_interpolation_under_autocast_is_in_float32_on_a_card():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Upsample(scale_factor=2))
+    on_card, on_cpu = (
+        trace(lambda: model, lambda: torch.zeros(2, 3, 32, 32), StepRecipe(None, total, "bf16"), device)
+        for device in (CARD, CPU)
+    )
+    for found, width in ((on_card, 4), (on_cpu, 2)):
+        sizes = {event.num_bytes for event in found.events if event.what == "aten::upsample_nearest2d"}
+        assert 2 * 8 * 64 * 64 * width in sizes
 
 
 def test_optimizers_work_on_all_parameters_at_once_on_a_card():
@@ -274,6 +311,13 @@ def reads(x):
 def test_what_reads_a_value_is_refused_with_its_line():
     with pytest.raises(UnsupportedError, match=r"_local_scalar_dense.*test_fake.py:\d+ in reads.*reads a value"):
         traced(reads)
+
+
+def test_a_packed_sequence_is_refused_wherever_it_is_in_the_batch():
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(steps, 8) for steps in (9, 7, 3)])
+    for batch in (packed, (packed, torch.zeros(3)), {"input": packed}):
+        with pytest.raises(UnsupportedError, match=r"PackedSequence.*padded"):
+            trace(lambda: nn.LSTM(8, 16), lambda batch=batch: batch, StepRecipe(None, total), CARD)
 
 
 def test_an_operation_without_a_fake_kernel_is_refused():

@@ -9,7 +9,7 @@ from headway.errors import ConfigError
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.step import StepObserver, StepRecipe, mark_model
 
 CPU = find("cpu")
 WIDTH, CLASSES, ROWS = 64, 3000, 48
@@ -147,3 +147,27 @@ def test_another_name_is_an_error():
 def test_a_loop_of_the_users_own_clips_by_itself():
     with pytest.raises(ConfigError, match="the loop clips its gradients itself"):
         forecast(plain, max_norm=1.0)
+
+
+class Marks(StepObserver):
+    """Keeps what it is told of, in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def mark(self, tensors, kind):
+        self.seen += [(id(tensor), kind) for tensor in tensors]
+
+
+def test_weights_and_buffers_are_asked_for_in_the_order_in_which_a_model_is_moved():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)), nn.BatchNorm2d(8))
+    model.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    moved, marks = [], Marks()
+    model._apply(lambda tensor: moved.append(id(tensor)) or tensor)
+    mark_model(model, marks)
+    known = {
+        id(each): kind
+        for held, kind in ((model.parameters(), "weights"), (model.buffers(), "buffers"))
+        for each in held
+    }
+    assert marks.seen == [(each, known[each]) for each in moved]
