@@ -1,13 +1,14 @@
 """What torch's own allocator takes on NCCL ranks, beside forecasts and plans; and what one more layer adds.
 
 `python -m benchmarks.cuda_build.layouts`, on the simulated runtime, without values. A Llama in float32 with AdamW, on each rank a
-loop by hand: DDP and `fully_shard` are torch's, applied by hand; tensor parallelism is Headway's, which cuts the model.
+loop by hand: DDP, `fully_shard`, `parallelize_module` and `loss_parallel` are torch's, and nothing of Headway runs on these ranks.
 """
 
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,40 +34,55 @@ def strategy_of(layout: str) -> tuple[str, list[Any]]:
     return ("tp", [TensorParallelOptions(loss_parallel=True)]) if layout == "loss parallel" else (layout, [])
 
 
-def spread(model: nn.Module, layout: str) -> Any:
-    """By torch alone where it can be."""
+def spread(model: Any, layout: str) -> Any:
+    """By torch alone."""
     if layout == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer)
-    return fully_shard(model)
+    tp = 1 if layout == "fsdp" else 2
+    mesh = init_device_mesh("cuda", (dist.get_world_size() // tp, tp), mesh_dim_names=("shard", "tp"))
+    if tp > 1:
+        cut: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        cut |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        cut |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], cut)
+        head = (
+            ColwiseParallel(use_local_output=False)
+            if layout == "loss parallel"
+            else ColwiseParallel(output_layouts=Replicate())
+        )
+        parallelize_module(model, mesh["tp"], {"lm_head": head})
+    if layout.startswith("fsdp"):
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh["shard"])
+    return model
 
 
 def real(layout: str, layers: int) -> tuple[int, int]:
     """On one of the ranks: allocated and reserved."""
     import torch.distributed as dist
+    from torch.distributed.tensor.parallel import loss_parallel
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if layout in ("ddp", "fsdp"):
-        dist.init_process_group("nccl")
-        with torch.device("cuda"):
-            model = spread(build(layers), layout)
-    else:
-        from headway import Accelerator
-
-        strategy, options = strategy_of(layout)
-        model = Accelerator(strategy=strategy, kwargs_handlers=options).prepare(build(layers))
+    dist.init_process_group("nccl")
+    with torch.device("cuda"):
+        model = spread(build(layers), layout)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device="cuda")
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        with loss_parallel() if layout == "loss parallel" else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
