@@ -2,6 +2,7 @@
 
 `python -m benchmarks.cuda_build.layouts`, on the simulated runtime, without values. A Llama in float32 with AdamW, on each rank a
 loop by hand: DDP, `fully_shard`, `parallelize_module` and `loss_parallel` are torch's, and nothing of Headway runs on these ranks.
+Names of layouts as arguments choose among them.
 """
 
 import json
@@ -121,24 +122,25 @@ def run(command: list[str], ranks: int) -> list[Any]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        layout, ranks, layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Print the tables."""
+    if sys.argv[1:2] in (["real"], ["predicted"]):
+        layout, ranks, layers = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+        told = real(layout, layers) if sys.argv[1] == "real" else predicted(layout, ranks, layers)
         # One write: several ranks share a pipe.
-        sys.stdout.write(
-            f"found {json.dumps(real(layout, layers) if ranks == 0 else predicted(layout, ranks, layers))}\n"
-        )
+        sys.stdout.write(f"found {json.dumps(told)}\n")
         sys.stdout.flush()
         return
     print("| layout | ranks | layers | allocated | forecast | | reserved | forecast | | plan's peak |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     slopes = []
-    for layout, ranks in LAYOUTS:
+    for layout, ranks in (each for each in LAYOUTS if not sys.argv[1:] or each[0] in sys.argv[1:]):
         rows = []
         for layers in LAYERS:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            told = run([*launch, "-m", "benchmarks.cuda_build.layouts", layout, "0", str(layers)], ranks)
+            module, asked = ["-m", "benchmarks.cuda_build.layouts"], [layout, str(ranks), str(layers)]
+            told = run([*launch, *module, "real", *asked], ranks)
             allocated, reserved = (max(each[index] for each in told) for index in (0, 1))
-            ((wanted, held, peak),) = run(["-m", "benchmarks.cuda_build.layouts", layout, str(ranks), str(layers)], 1)
+            ((wanted, held, peak),) = run([*module, "predicted", *asked], 1)
             cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in ((allocated, wanted), (reserved, held)))
             print(f"| {layout} | {ranks} | {layers} | {cells} | {peak:,} |", flush=True)
             rows.append((allocated, wanted, peak))

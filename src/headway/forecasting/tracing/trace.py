@@ -9,6 +9,7 @@ gathered parameter once, gives its bytes back after the unit's forward, and asks
 each operation that follows.
 """
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -285,6 +286,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase of the step: "step 1 forward", say."""
         self._gathered.look()
+        if self._graphs:
+            gc.collect()  # cycles of TorchDynamo's, which hold tensors of the first call
         self._phase = phase
         self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
