@@ -60,7 +60,9 @@ def spread(model: Any, layout: str) -> Any:
             if layout == "loss parallel"
             else ColwiseParallel(output_layouts=Replicate())
         )
-        parallelize_module(model, mesh["tp"], {"lm_head": head})
+        parallelize_module(
+            model, mesh["tp"], {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": head}
+        )
     if layout.startswith("fsdp"):
         for layer in (*model.model.layers, model):
             fully_shard(layer, mesh=mesh["shard"])
@@ -78,7 +80,11 @@ def real(layout: str, layers: int) -> tuple[int, int]:
         model = spread(build(layers), layout)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    optimizer = torch.optim.AdamW(model.parameters())
+    # What is cut, and along which mesh: torch updates a group's tensors at once, which must be of one kind.
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": alike} for alike in kinds.values()])
     for _ in range(3):
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device="cuda")
         with loss_parallel() if layout == "loss parallel" else nullcontext():
