@@ -127,7 +127,7 @@ def run(*arguments: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the table."""
-    if len(sys.argv) > 4:
+    if sys.argv[1:2] in (["real"], ["forecast"]):
         print(json.dumps((real if sys.argv[1] == "real" else predicted)(*sys.argv[2:5])))
         return
     print(
