@@ -25,7 +25,6 @@ from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.sources import unmasked
-from headway.precision.mixed import halve_embeddings
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
@@ -155,19 +154,17 @@ def made(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
 def preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
-    """The options with what is to be recomputed; what else is done to a model goes beside them."""
-    halve = halve_embeddings if options.autocast.half_residual else None
+    """The options with what is to be recomputed; a function of the user's goes beside them."""
     if recompute is False:
-        return options, halve
+        return options, None
     if not isinstance(recompute, ActivationCheckpointing | bool):
-        given = recompute
-        return options, (lambda model: (given(model), halve(model))) if halve else given
+        return options, recompute
     if options.checkpointing is not None:
         raise ConfigError(
             "recompute and an ActivationCheckpointing in kwargs_handlers are both given; give one of them"
         )
     plan = recompute if isinstance(recompute, ActivationCheckpointing) else ActivationCheckpointing()
-    return replace(options, checkpointing=plan), halve
+    return replace(options, checkpointing=plan), None
 
 
 def _place(

@@ -22,7 +22,7 @@ from headway.forecasting.device.devices import Device, budget_of, find
 from headway.forecasting.device.present import memory_left, present_device
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.tracing.buckets import replica
-from headway.forecasting.tracing.fake import refuse_compiled
+from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.model_copy import BatchResizer, twin_of, twin_of_optimizer, untouched
 from headway.forecasting.tracing.step import PRECISIONS, Loop, Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.forecasting.tracing.tensors import drop_masks, unmasked

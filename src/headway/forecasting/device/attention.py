@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 FLASH_MAX_HEAD = 256
 _HALVES = (torch.float16, torch.bfloat16)
@@ -96,6 +97,10 @@ class AttentionKernel:
         return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
 
 
+TRACED = FakeTensor, FunctionalTensor
+"""Tensors without values; the second kind stands for the first while torch.compile traces."""
+
+
 def attention(choice: AttentionKernel | None) -> Callable[..., Any]:
     """Attention of fake tensors by the kernel that the target takes.
 
@@ -116,7 +121,7 @@ def attention(choice: AttentionKernel | None) -> Callable[..., Any]:
         enable_gqa: bool = False,
     ) -> Any:
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        if not isinstance(query, FakeTensor):
+        if not isinstance(query, TRACED):
             kernel = "plain"
         elif choice is None:
             kernel = _kernel_of_cpu(query, key, value, mask, p, enable_gqa)

@@ -370,7 +370,7 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
     place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 
     def cast(value: Any) -> Any:
-        if isinstance(value, FakeTensor) and value.dtype in _HALVES:
+        if isinstance(value, attention.TRACED) and value.dtype in _HALVES:
             return value.to(torch.float32)
         return [cast(each) for each in value] if isinstance(value, list | tuple) else value
 
@@ -379,7 +379,7 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             if is_optional:
                 said = args[place] if len(args) > place else kwargs.get("dtype")
-                if said is None and any(isinstance(each, FakeTensor) for each in args):
+                if said is None and any(isinstance(each, attention.TRACED) for each in args):
                     return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
                 return operation(*args, **kwargs)
             return operation(*(cast(each) for each in args), **{key: cast(each) for key, each in kwargs.items()})

@@ -21,6 +21,7 @@ from headway.common.callsite import users_line
 from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.compiled import may_compile, refuse_compiled, without_kernels
 from headway.forecasting.tracing.four_bit import is_four_bit, pack
 from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
 from headway.forecasting.tracing.settled import with_third_update
@@ -80,6 +81,8 @@ def trace(
         return _trace_model(model.train(), fake, batch, recipe, device, spread, counts_work)
 
     made = [_made(make, fake, prepare)]
+    if counts_work:
+        refuse_compiled(made[0])
     blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
     found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
     return with_third_update(found or traced())
@@ -96,7 +99,6 @@ def _made(
     ):  # a buffer that is computed from parameters, as by spectral norm: here it needs no values either
         with init_empty_weights(include_buffers=True):
             model = make()
-    refuse_compiled(model)
     if prepare is not None:
         fill(model, fake)
         prepare(model)
@@ -112,8 +114,9 @@ def _trace_model(
     spread: Spread | None,
     counts_work: bool,
 ) -> Trace:
-    tracker = StorageTracker(device, WorkCounter(device) if counts_work else None)
     with ExitStack() as stack:
+        graphs = stack.enter_context(without_kernels()) if may_compile() and not counts_work else None
+        tracker = StorageTracker(device, WorkCounter(device) if counts_work else None, graphs)
         engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
         try:
             with substituted(device, recipe.precision), fake, ExitStack() as modes:
@@ -185,18 +188,9 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
     return made
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedError for a model with a part that torch.compile has compiled."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UnsupportedError(
-                f"{name or 'the model'} ({type(module).__name__}) is compiled by torch.compile: what its graphs ask for is not known "
-                "before they are compiled. Forecast the model without torch.compile; a compiled step mostly takes less"
-            )
-
-
 def explained(error: Exception, last: str) -> UnsupportedError:
     """What stood in the way of a trace; `last` is the operation that ran last."""
+    error = getattr(error, "inner_exception", error)  # of TorchDynamo
     said = (str(error).strip() or "it gives no reason").splitlines()[0]
     operation, why = last or "before its first operation", f"{type(error).__name__}: {said}"
     if isinstance(error, DataDependentOutputException):

@@ -9,10 +9,11 @@ gathered parameter once, gives its bytes back after the unit's forward, and asks
 each operation that follows.
 """
 
+import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
@@ -111,8 +112,8 @@ def _refuse_compiled() -> None:
     for code in (frame.f_code for frame in stack()):
         if code.co_name in _COMPILED and code.co_filename.endswith("eval_frame.py"):
             raise UnsupportedError(
-                "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
-                "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
+                "a function compiled by torch.compile was called, which headway.forecast alone can follow, if inductor compiles it. "
+                "Leave torch.compile out; a compiled step mostly takes less"
             )
 
 
@@ -179,6 +180,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     Args:
         device: whose kernels' scratch memory is added.
         counting: is told of every operation; None: work is not counted.
+        graphs: files of the graphs that inductor has compiled, see `compiled.without_kernels`; None: it does not.
 
     Attributes:
         events: so far.
@@ -186,7 +188,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         last: what ran last, for an error's message.
     """
 
-    def __init__(self, device: Device, counting: WorkCounter | None = None) -> None:
+    def __init__(
+        self, device: Device, counting: WorkCounter | None = None, graphs: Collection[str] | None = None
+    ) -> None:
+        self._graphs = graphs
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
         self.phases: dict[str, int] = {}
@@ -209,6 +214,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._has_parts = False
         self._counting = counting
         self._sum = (0, 0, 0)  # keys of the first term and of the total, and where the total lies
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """TorchDynamo compiles in its block, and what it does for that is not followed; what is compiled is."""
+        return self._graphs is not None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -277,6 +286,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase of the step: "step 1 forward", say."""
         self._gathered.look()
+        if self._graphs:
+            gc.collect()  # cycles of TorchDynamo's, which hold tensors of the first call
         self._phase = phase
         self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
@@ -382,8 +393,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._next_key += 1
         where = ""
         if size >= _WORTH_A_LINE:
-            _refuse_compiled()
+            if self._graphs is None:
+                _refuse_compiled()
             frame = users_frame()
+            while frame is not None and self._graphs and frame.f_code.co_filename in self._graphs:
+                frame = users_frame(frame.f_back)
             where = "" if frame is None else str(Frame.of(frame))
         self.events.append(MemoryEvent(self._next_key, size, what, where))
         return self._next_key
@@ -437,6 +451,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         found: list[str] = []
         if self._device.is_cuda:
             found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
+        if self._graphs:
+            found.append(
+                "compiled code is counted with the buffers that inductor plans for a CPU; on a GPU it fuses a little differently"
+            )
         if self._is_bounded:
             found.append(
                 "sizes that depend on values (nonzero, unique, masks as indices, the lengths of CTC's targets) are taken at their "

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from headway.config.engines import EngineOptions
 from headway.config.mesh import Layout
 from headway.errors import StateError
+from headway.precision.mixed import halve_embeddings
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import CPU
 from headway.runtime.group import MARGIN, part
@@ -282,7 +283,7 @@ def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions, 
     Raises:
         PrepareError: a model that cannot be sharded.
     """
-    transforms: list[Callable[[nn.Module], Any]] = []
+    transforms: list[Callable[[nn.Module], Any]] = [halve_embeddings] if options.autocast.half_residual else []
     if options.checkpointing is not None:
         device = torch.device(computes_on)
         transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=device))

@@ -28,7 +28,8 @@ from headway.errors import ConfigError, HeadwayError
 from headway.forecasting import pretending
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.fake import copied, explained, fill, refuse_compiled
+from headway.forecasting.tracing.compiled import refuse_compiled
+from headway.forecasting.tracing.fake import copied, explained, fill
 from headway.forecasting.tracing.step import STEPS, as_on_cuda, mark_model, state_of
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 

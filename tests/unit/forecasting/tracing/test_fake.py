@@ -332,16 +332,6 @@ def test_an_operation_without_a_fake_kernel_is_refused():
     assert "headway_test::scaled" in traced(lambda x: scaled(x)).caveats[0]
 
 
-def test_compiled_models_are_refused():
-    def make():
-        net = Net()
-        net._compiled_call_impl = net._call_impl  # as Module.compile() leaves it, without importing the compiler
-        return net
-
-    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
-        trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
-
-
 def test_a_step_without_a_loss_is_refused():
     with pytest.raises(LossError, match=r"shape \[64, 512\]"):
         trace(Net, lambda: torch.zeros(64, 512), StepRecipe(adamw), CARD)
@@ -350,12 +340,6 @@ def test_a_step_without_a_loss_is_refused():
 def test_convolutions_say_what_is_not_counted():
     found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), StepRecipe(adamw, total), CARD)
     assert any("cuDNN" in caveat for caveat in found.caveats)
-
-
-def test_a_compiled_function_inside_the_step_is_refused():
-    compiled = torch.compile(torch.tanh, backend="eager")
-    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
-        traced(compiled, batch=4096)
 
 
 def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():

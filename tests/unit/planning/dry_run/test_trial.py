@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway import ActivationCheckpointing
+from headway import ActivationCheckpointing, AutocastKwargs, plan
 from headway.config.engines import EngineOptions
 from headway.config.mesh import Layout, parse
 from headway.errors import PrepareError, StateError, UnsupportedError
@@ -38,6 +38,15 @@ def test_a_chain_of_matrices_by_hand():
     # The first matrix needs no gradient of its input.
     assert (found.flops["forward"], found.flops["backward"]) == (forward, 2 * forward - forward // 3)
     assert found.activations == 3 * batch * 24 * 4  # the input of each layer
+
+
+def test_a_residual_stream_in_half_precision_keeps_less():
+    stream = 16 * 32 * (4 - 2)  # the input of a block, with two bytes a number instead of four
+
+    def kept(*options):
+        return plan(llama, "fsdp", 4, step=loss, precision="bf16", kwargs_handlers=options).activations
+
+    assert kept() - kept(AutocastKwargs(half_residual=True)) >= 2 * stream
 
 
 def test_replicas_reduce_all_gradients():
