@@ -46,8 +46,6 @@ def without_kernels() -> Iterator[list[str]]:
         the files of the graphs that were compiled in the block. What TorchDynamo has compiled in this process, in the block or before
         it, is compiled anew afterwards if there are any: code for tensors without values must not meet others.
     """
-    from unittest.mock import patch
-
     import torch._functorch.config
     from torch._inductor import async_compile, codecache, config
 
@@ -65,13 +63,25 @@ def without_kernels() -> Iterator[list[str]]:
     with ExitStack() as stack:
         stack.enter_context(config.patch(_FOR_EVERY_TRACE))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(patch.object(codecache.PyCodeCache, "load_by_key_path", loaded))
-        stack.enter_context(patch.object(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing))
+        stack.enter_context(_exchanged(codecache.PyCodeCache, "load_by_key_path", loaded))
+        stack.enter_context(_exchanged(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing))
         try:
             yield graphs
         finally:
             if graphs:
                 torch._dynamo.reset()
+
+
+@contextmanager
+def _exchanged(owner: type, name: str, value: Any) -> Iterator[None]:
+    if name not in vars(owner):
+        raise UnsupportedError(f"compiled code cannot be forecast with torch {torch.__version__}; leave torch.compile out")
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
