@@ -5,11 +5,11 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 _GENERATED = ("<frozen ", "<string>", "<__array_function__", "<eval_with_key>", "<attrs generated", "<decorator-gen")
 """Code that Python and libraries make as they run; what else has no file is a user's: a notebook's cell, a console, exec."""
@@ -75,9 +75,15 @@ def way(depth: int) -> tuple[tuple[int, int], ...]:
     return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
 
 
-def users_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The user's innermost frame from `frame` (None: here) on; None where there is none."""
-    return next((each for each in stack(frame or sys._getframe(1)) if is_users(each.f_code.co_filename)), None)
+def is_called_by(code: CodeType) -> bool:
+    """Is the function that asks called by this code?"""
+    return sys._getframe(2).f_code is code
+
+
+def users_frame(frame: FrameType | None = None, but: Container[str] = ()) -> FrameType | None:
+    """The user's innermost frame from `frame` (None: here) on, not in a file of `but`; None where there is none."""
+    frames = ((each, each.f_code.co_filename) for each in stack(frame or sys._getframe(1)))
+    return next((each for each, file in frames if is_users(file) and file not in but), None)
 
 
 def call_site() -> str:

@@ -75,7 +75,9 @@ def without_kernels() -> Iterator[list[str]]:
 @contextmanager
 def _exchanged(owner: type, name: str, value: Any) -> Iterator[None]:
     if name not in vars(owner):
-        raise UnsupportedError(f"compiled code cannot be forecast with torch {torch.__version__}; leave torch.compile out")
+        raise UnsupportedError(
+            f"compiled code cannot be forecast with torch {torch.__version__}; leave torch.compile out"
+        )
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

@@ -9,7 +9,6 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 """
 
 import copyreg
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils.stateless import _functional_call
 
-from headway.common.callsite import is_users, stack
+from headway.common.callsite import is_called_by, is_users, stack
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
@@ -138,7 +137,7 @@ class PreparedPart(PreparedModel):
         Raises:
             UnsupportedError: torch.func calls it, with parameters in place of those that the layout gathers.
         """
-        if sys._getframe(1).f_code is _functional_call.__code__ or _is_transformed():
+        if is_called_by(_functional_call.__code__) or _is_transformed():
             call: _Call = self.__dict__[_KEY]
             raise UnsupportedError(
                 f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
