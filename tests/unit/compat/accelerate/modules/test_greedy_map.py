@@ -80,6 +80,7 @@ def test_maps_are_the_same(widths, flags, budgets, dtype, balances):
 compared = []
 
 
+@pytest.mark.slow
 def test_most_of_them_were_compared():
     assert len(compared) > 150
 
