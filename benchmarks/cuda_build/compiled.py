@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-CASES = {"Llama": "bf16", "GPT-2": "no", "ViT": "bf16", "MLP": "no"}
+CASES = {"Llama": "bf16", "GPT-2": "no", "MLP": "no"}
 HOWS = ("whole", "by block", "not compiled")
 TOKENS, BATCH = 512, 8
 
@@ -59,13 +59,6 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Te
     if name == "GPT-2":
         made = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, use_cache=False))
         return unmasked(made), made.transformer.h, tokens
-    if name == "ViT":
-        made = hf.ViTForImageClassification(hf.ViTConfig(num_hidden_layers=4, num_labels=10))
-
-        def images(size: int) -> dict[str, torch.Tensor]:
-            return {"pixel_values": torch.zeros(size, 3, 224, 224), "labels": torch.zeros(size, dtype=torch.long)}
-
-        return made, made.vit.layers if hasattr(made.vit, "layers") else made.vit.encoder.layer, images
     sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "intermediate_size": 2816,

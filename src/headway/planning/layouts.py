@@ -20,6 +20,7 @@ from headway.config.mesh import Layout, parse
 from headway.config.values import check_count
 from headway.errors import UnsupportedError
 from headway.forecasting.tracing.buckets import replica
+from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.step import StepEngine
 from headway.planning.dry_run.fake_group import RealStaysReal, as_rank, spread
 from headway.strategies.base import Strategy
@@ -144,6 +145,8 @@ class FakeRank:
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
         """A block in which the model is spread."""
+        if self.layout.num_ranks > 1:
+            refuse_compiled(model)
         with moved_to_host() if self._offloads else nullcontext(), self._spread(model) as engine:
             yield engine
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.common.garbage import no_garbage_search
 from headway.errors import UnsupportedError
 
 _FOR_EVERY_TRACE: dict[str, Any] = {
@@ -34,7 +35,8 @@ def refuse_compiled(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
                 f"{name or 'the model'} ({type(module).__name__}) is compiled by torch.compile, which headway.forecast alone can "
-                "follow, in a model that its model_fn makes. Leave torch.compile out; a compiled step mostly takes less"
+                "follow, on one process, in a model that its model_fn makes. Leave torch.compile out; a compiled step mostly takes "
+                "less"
             )
 
 
@@ -60,7 +62,7 @@ def without_kernels() -> Iterator[list[str]]:
         vars(module).update(_IN_PLACE)
         return module
 
-    with ExitStack() as stack:
+    with no_garbage_search(), ExitStack() as stack:  # a trace searches by itself, between its phases
         stack.enter_context(config.patch(_FOR_EVERY_TRACE))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(_exchanged(codecache.PyCodeCache, "load_by_key_path", loaded))

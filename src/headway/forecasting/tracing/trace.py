@@ -287,11 +287,17 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         """What follows belongs to this phase of the step: "step 1 forward", say."""
         self._gathered.look()
         if self._graphs:
-            gc.collect()  # cycles of TorchDynamo's, which hold tensors of the first call
+            self._collect()
         self._phase = phase
         self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
         self.phases.setdefault(phase, len(self.events))
+
+    def _collect(self) -> None:
+        """Where a graph breaks, cycles of TorchDynamo's hold tensors of the first call until Python searches for garbage."""
+        before = sum(size for _, _, size in self._live.values())
+        gc.collect()
+        self._unsure = max(self._unsure, before - sum(size for _, _, size in self._live.values()))
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what these tensors are; those not seen before count from here on."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import find
@@ -119,6 +120,19 @@ def test_other_backends_are_refused_where_inductor_is_not_there(monkeypatch):
     made = torch.compile(torch.tanh, backend="eager")
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
         most(lambda: Chain(made), CARD)
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(UnsupportedError, match=r"on one process"):
+        headway.forecast(
+            lambda: blocks("whole"),
+            lambda size: batch(size),
+            loss=lambda output, _: output.sum(),
+            batch_size=8,
+            strategy="fsdp",
+            ranks=2,
+            largest=False,
+        )
 
 
 def test_a_model_of_no_forecast_is_refused_with_its_part():
