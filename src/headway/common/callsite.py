@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -75,9 +75,10 @@ def way(depth: int) -> tuple[tuple[int, int], ...]:
     return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
 
 
-def users_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The user's innermost frame from `frame` (None: here) on; None where there is none."""
-    return next((each for each in stack(frame or sys._getframe(1)) if is_users(each.f_code.co_filename)), None)
+def users_frame(frame: FrameType | None = None, besides: Collection[str] = ()) -> FrameType | None:
+    """The user's innermost frame from `frame` (None: here) on, which is in none of the files `besides`; None where there is none."""
+    files = ((each, each.f_code.co_filename) for each in stack(frame or sys._getframe(1)))
+    return next((each for each, file in files if is_users(file) and file not in besides), None)
 
 
 def call_site() -> str:

@@ -401,9 +401,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if size >= _WORTH_A_LINE:
             if self._graphs is None:
                 _refuse_compiled()
-            frame = users_frame()
-            while frame is not None and self._graphs and frame.f_code.co_filename in self._graphs:
-                frame = users_frame(frame.f_back)
+            frame = users_frame(besides=self._graphs or ())
             where = "" if frame is None else str(Frame.of(frame))
         self.events.append(MemoryEvent(self._next_key, size, what, where))
         return self._next_key
