@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.common.garbage import no_garbage_search
 from headway.errors import UnsupportedError
@@ -25,8 +26,8 @@ _FOR_EVERY_TRACE: dict[str, Any] = {
 
 
 def may_compile() -> bool:
-    """Can anything be compiled by inductor: has torch.compile been called with it in this process?"""
-    return "torch._inductor.compile_fx" in sys.modules
+    """Can anything be compiled by inductor: has torch.compile been called with it, and can this torch compile in a trace?"""
+    return "torch._inductor.compile_fx" in sys.modules and hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 def refuse_compiled(model: nn.Module) -> None:
