@@ -1,0 +1,32 @@
+"""What one more layer takes on each rank of a layout: forecast and planned, beside NCCL ranks of torch's CUDA build."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(1200)
+def test_what_one_more_layer_takes_beside_ranks_by_hand() -> None:
+    """A forecast and a plan beside NCCL ranks on which torch alone shards and splits the model."""
+    pytest.importorskip("simulated_cuda")
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cuda_build.layouts", "fsdp", "fsdp+tp=2", "loss parallel"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines() if "|" in line]
+    slopes = {
+        cells[0]: [int(cell.replace(",", "")) for cell in cells[2:]]
+        for cells in rows
+        if len(cells) == 5 and cells[1].isdigit()
+    }
+    assert list(slopes) == ["fsdp", "fsdp+tp=2", "loss parallel"]
+    for layout, (real, forecast, planned) in slopes.items():
+        assert forecast == pytest.approx(real, rel=0.001), layout
+        assert planned == pytest.approx(real, rel=0.001), layout
