@@ -72,8 +72,8 @@ _PARTS = (
 _ADVICE = {
     "got mixed torch.Tensor and DTensor": _PARTS,
     "is not supported for tensor subclasses": _PARTS,
-    "appears to not have been used in the graph": "accelerator.backward(loss) puts the gradients of sharded parameters into p.grad; "
-    "torch.autograd.grad does not find them",
+    "appears to not have been used in the graph": "if these are parameters of a sharded model, torch.autograd.grad does not find "
+    "them: accelerator.backward(loss) puts their gradients into p.grad",
     "Tensor on device meta is not on the expected device": "in a pipeline, parameters of other stages are on the meta device. Make "
     "the loss of the model's outputs alone; in place of a penalty on weights, use the optimizer's weight_decay",
 }
