@@ -137,7 +137,8 @@ class PreparedPart(PreparedModel):
         Raises:
             UnsupportedError: torch.func calls it, with parameters in place of those that the layout gathers.
         """
-        if is_called_by(_functional_call.__code__) or _is_transformed():
+        # TorchDynamo cannot read frames.
+        if (not torch.compiler.is_compiling() and is_called_by(_functional_call.__code__)) or _is_transformed():
             call: _Call = self.__dict__[_KEY]
             raise UnsupportedError(
                 f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
