@@ -1,5 +1,6 @@
 """torch.func on prepared models: replicas give what plain PyTorch gives, sharded models refuse before torch reads freed memory."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -90,6 +91,35 @@ def test_shards(layout):
     for name in LOSSES:
         for said in run_ranks(refused, RANKS, layout, name):
             assert "torch.func cannot be used" in said
+
+
+def plain(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return mse_loss(model(inputs), targets)
+
+
+def compiled(layout: str) -> tuple[list[torch.Tensor], list[str]]:
+    accelerator = Accelerator(cpu=True, strategy=layout)
+    model, optimizer = accelerator.prepare(*net())
+    called = torch.compile(model, backend="eager")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(UPDATES):
+            # Ranks of tensor parallelism see the same rows.
+            both = [rows(number, rank) for rank in range(RANKS)]
+            is_whole = layout == "tp"
+            batch = tuple(map(torch.cat, zip(*both, strict=True))) if is_whole else both[accelerator.process_index]
+            accelerator.backward(plain(called, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(accelerator.get_state_dict(model).values()), [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_compiled_calls_of_shards(layout):
+    found = run_ranks(compiled, RANKS, layout)
+    torch.testing.assert_close(found[0][0], by_hand(plain), rtol=1e-12, atol=1e-12)
+    for _, told in found:
+        assert not [text for text in told if "_getframe" in text], "a look for torch.func breaks the graph"
 
 
 class SquaredNorm(torch.optim.Optimizer):

@@ -27,7 +27,7 @@ from tests.wrong_use.script import Script, numbers
 from tests.wrong_use.table import ROWS
 
 TIMEOUT = 60
-"""Seconds after which a cell has hung; none takes two, but the first that imports TorchDynamo on a busy machine."""
+"""Seconds after which a cell has hung. None takes two, except the first to import TorchDynamo on a busy machine."""
 
 TOLERANCE = 1e-5
 
