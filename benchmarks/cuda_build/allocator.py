@@ -1,8 +1,9 @@
 """What torch's own allocator takes for training steps, beside what headway.forecast says.
 
-`python -m benchmarks.cuda_build.allocator`, on the simulated runtime (`make cuda` sets it up), without values: nothing is
-computed, so models of full size take seconds. The loops are written by hand (`LOOPS`), the models are `models.py`'s. One process
-for each kind of device; between cases its allocator gives everything back. `--ranks`: the table of layouts, of NCCL ranks.
+`python -m benchmarks.cuda_build.allocator [KIND ...]`, on the simulated runtime (`make cuda` sets it up), for all kinds of device or
+for those named. Without values, where a model has no convolutions: nothing is computed, so models of full size take seconds. The
+loops are written by hand (`LOOPS`), the models are `models.py`'s. One process for each kind of device, which the simulated runtime
+takes from its environment; between cases its allocator gives everything back. `layouts.py` has the table of NCCL ranks.
 """
 
 import gc
@@ -10,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import cycle, product
 from typing import Any
@@ -241,8 +242,10 @@ def of_device(device: str, with_values: bool) -> None:
             print(json.dumps([asdict(case), found]), flush=True)
 
 
-def table() -> None:
-    """Run all cases and print the table and its summary."""
+def table(kinds: Sequence[str]) -> None:
+    """Run all cases of these kinds of device and print the table and its summary."""
+    if unknown := set(kinds) - set(KINDS):
+        sys.exit(f"no rows for {', '.join(sorted(unknown))}; there are some for {', '.join(KINDS)}")
     heads = [
         *(each.name for each in fields(Case)),
         "allocated",
@@ -256,9 +259,9 @@ def table() -> None:
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
     errors: list[tuple[float, float]] = []
     above = 0
-    for device, values in product(KINDS, "01"):
+    for device, values in product(kinds, "01"):
         simulated = {"SIMULATED_CUDA": device, "SIMULATED_CUDA_VALUES": values, "SIMULATED_CUDA_MIB": "200000"}
-        command = [sys.executable, "-m", "benchmarks.cuda_build.allocator", device, values]
+        command = [sys.executable, "-m", "benchmarks.cuda_build.allocator", "--rows", device, values]
         environment = {**os.environ, **simulated}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ran.returncode:
@@ -281,4 +284,7 @@ def table() -> None:
 
 
 if __name__ == "__main__":
-    of_device(sys.argv[1], sys.argv[2] == "1") if len(sys.argv) > 1 else table()
+    if sys.argv[1:2] == ["--rows"]:
+        of_device(sys.argv[2], sys.argv[3] == "1")
+    else:
+        table(sys.argv[1:] or KINDS)

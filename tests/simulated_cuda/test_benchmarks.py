@@ -40,7 +40,7 @@ def test_models_beside_torchs_allocator() -> None:
     """Hand-written loops of models that no other test uses; one kind of device stands for the table's six."""
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cuda_build.allocator", "h100", "0"],
+        [sys.executable, "-m", "benchmarks.cuda_build.allocator", "--rows", "h100", "0"],
         capture_output=True,
         text=True,
         cwd=ROOT,
