@@ -349,7 +349,8 @@ class Accelerator(RankAware):
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
         if dynamo.compiles:
             is_gathered = learns and not self.strategy.capabilities.lone_forward
-            made.append(partial(compiling.compile_model, plugin=dynamo, device=self.device, is_gathered=is_gathered))
+            compiles = partial(compiling.compile_model, plugin=dynamo, device=self.device, is_gathered=is_gathered)
+            made.append(partial(compiles, accumulates=self.gradient_accumulation_steps > 1))
         return tuple(made)
 
     def _start_records(

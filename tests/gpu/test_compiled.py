@@ -43,7 +43,6 @@ def _losses(plugin: TorchDynamoPlugin | None, precision: str) -> list[float]:
     batches = torch.randn(6, 8, 64, device=accelerator.device)
     losses = []
     for batch in batches:
-        torch.compiler.cudagraph_mark_step_begin()
         with accelerator.accumulate(model):
             loss = model(batch).float().square().mean()
             accelerator.backward(loss)

@@ -2,7 +2,7 @@
 
 from scripts import lines
 
-BUDGET = 57_169
+BUDGET = 57_193
 """Lines of code in src, without docstrings, comments and blanks; whoever raises this says why in DECISIONS.md."""
 
 

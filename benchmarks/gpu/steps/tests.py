@@ -36,7 +36,11 @@ class Rows:
         elif report.failed or report.when == "call":
             self.outcomes[report.outcome] += 1
             crash = getattr(report.longrepr, "reprcrash", None)
-            why = (crash.message if crash else report.longreprtext.strip()).partition("\n")[0][:300]
+            why = (
+                (crash.message if crash else report.longreprtext.strip())
+                .partition("\n")[0][:300]
+                .replace(f"{ROOT}/", "")
+            )
             if report.failed:  # at once: the step may be ended before its last test
                 self._bench.say(report.longreprtext[-4000:])
             self._bench.row(Row(report.nodeid, report.duration, "s", wanted="passes", holds=report.passed, note=why))

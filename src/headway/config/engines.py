@@ -370,6 +370,15 @@ class TorchDynamoPlugin:
         return self.backend is not DynamoBackend.NO and not self.disable
 
     @property
+    def has_cuda_graphs(self) -> bool:
+        """Does compiled code run as CUDA graphs, in memory that the next run overwrites?"""
+        return (
+            self.mode in ("reduce-overhead", "max-autotune")
+            or self.backend is DynamoBackend.CUDAGRAPHS
+            or bool((self.options or {}).get("triton.cudagraphs"))
+        )
+
+    @property
     def name(self) -> str:
         """The backend's, as torch knows it."""
         if _is_function(self.backend):

@@ -22,13 +22,14 @@ _MOST_PATIENCE = 4096
 class PieceSize:
     """The largest piece, and what is known about larger ones.
 
-    Growth tries a size after `patience` clean batches, where there is room by what these took at most: twice the present
-    one, or halfway to what failed last, or that itself. A try that fails goes back to the size before it and doubles the
-    patience, so n batches see at most about log2(n / 16) failed tries, whatever memory does.
+    Growth tries a size after `patience` clean batches, where there is room for it by what these took at most: twice the
+    present one, or halfway to what failed last, or that itself; where there is no room, it counts as failed, and something
+    smaller is tried next. A try that fails goes back to the size before it and doubles the patience, so n batches see at
+    most about log2(n / 16) failed tries, whatever memory does.
 
     Attributes:
         limit: rows; None: whole batches.
-        failed: the smallest number of rows that failed since it was last tried.
+        failed: the smallest number of rows that failed, or had no room, since it was last tried.
         good: the limit before the try in progress.
         patience: clean batches before the next try.
         num_clean: since the last change.
@@ -71,26 +72,28 @@ class PieceSize:
         self.limit, self.failed, self.good, self.num_clean = limit, num_rows, None, 0
 
     def succeeded(self, num_rows: int, has_room: bool) -> None:
-        """A batch whose largest piece had `num_rows` rows went through; `has_room`: all ranks have memory to spare."""
+        """A batch whose largest piece had `num_rows` rows went through; `has_room`: all ranks have memory for `next_limit`."""
         # Even pieces have more than half of the limit's rows: shorter ones come from batches that it does not cut.
         if self.limit is None or 2 * num_rows <= self.limit:
             return
         self.num_clean += 1
         if self.num_clean < self.patience:
             return
-        self.num_clean = 0
-        if has_room:
-            self.good = self.limit
-            self.limit = self._next_limit(self.limit)
+        self.num_clean, larger = 0, self.next_limit()
+        if not has_room:
+            self.failed = larger
+            return
+        if self.failed is not None and larger >= self.failed:
+            self.failed = None  # the room may have come back
+        self.good, self.limit = self.limit, larger
 
-    def _next_limit(self, limit: int) -> int:
+    def next_limit(self) -> int:
+        """The size that is tried next; meaningless for whole batches."""
+        limit = self.limit or 1
         if self.failed is None or 2 * limit < self.failed:
             return 2 * limit
         middle = (limit + self.failed) // 2
-        if middle - limit > limit // 8:
-            return middle
-        failed, self.failed = self.failed, None  # the room may have come back
-        return max(failed, limit + 1)
+        return middle if middle - limit > limit // 8 else max(self.failed, limit + 1)
 
 
 _EVERY = 8

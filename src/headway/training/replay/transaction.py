@@ -206,7 +206,7 @@ class BatchTransaction:
         return rows
 
     def _vote(self, phase: int, *numbers: float) -> list[list[float]]:
-        factor = 2.0 if self.size.failed is None else self.size.failed / (self.size.limit or 1)
+        factor = self.size.next_limit() / self.num_rows
         is_waiting = self.size.limit is not None and self.size.num_clean + 1 >= self.size.patience
         spare = float(not is_waiting or self._allocator.has_room(factor))
         below = float(self.size.below(self.num_rows)) if phase == _FAILED else -1.0

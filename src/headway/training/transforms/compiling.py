@@ -89,7 +89,11 @@ _PER_KIND = 8
 
 
 def compile_model(
-    model: torch.nn.Module, plugin: TorchDynamoPlugin, device: torch.device, is_gathered: bool = False
+    model: torch.nn.Module,
+    plugin: TorchDynamoPlugin,
+    device: torch.device,
+    is_gathered: bool = False,
+    accumulates: bool = False,
 ) -> torch.nn.Module:
     """Compile in place as the settings say; a model that is compiled already is left as it is.
 
@@ -98,6 +102,7 @@ def compile_model(
         plugin: the settings.
         device: what the model computes on.
         is_gathered: its blocks' parameters will come together in front of each block, which no graph of the whole model holds.
+        accumulates: gradients are added up over several backwards.
 
     Returns:
         The same object.
@@ -113,6 +118,11 @@ def compile_model(
         log.info_once(f"{name} is already compiled and is not compiled again")
         return model
     check_toolchain(plugin, device)
+    if accumulates and device.type == "cuda" and plugin.has_cuda_graphs:
+        # Autograd takes a first gradient as it is; this one lies where the next micro-batch's graph computes.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
     has_blocks = bool(find_blocks(model))
     if has_blocks and is_gathered and not plugin.use_regional_compilation:
         log.warning_once(

@@ -54,6 +54,16 @@ def test_an_out_of_memory_error_is_not_taken_for_a_thrashing_allocator(simulate)
     assert (allocator.num_ooms, allocator.num_retries) == (1, 1)
 
 
+def test_pieces_grow_as_far_as_there_is_room_without_another_error(simulate, caplog) -> None:
+    allocator = simulate(40)
+    assert run(allocator, 84, 4 * FIRST_PATIENCE, lambda rows: [rows + 1]) == [84, 42, 21, 28]
+    assert allocator.num_ooms == 2  # of 84 and 42 rows: that 42 have no room is seen by what 28 take
+    with caplog.at_level("INFO"):
+        run(simulate(40), 108, 4 * FIRST_PATIENCE, lambda rows: [rows])
+    assert "pieces of up to 33 rows are tried" in caplog.text, "halfway between 27 and 40, which has no room"
+    assert "up to 40 rows" not in caplog.text
+
+
 def test_an_evaluations_peak_does_not_keep_pieces_small_for_ever(simulate, caplog) -> None:
     allocator = simulate(20)  # another process holds half of the device, and ends
     num_pieces = 0
@@ -62,15 +72,15 @@ def test_an_evaluations_peak_does_not_keep_pieces_small_for_ever(simulate, caplo
         nonlocal num_pieces
         num_pieces += 1
         allocator.capacity = 20 if num_pieces < 4 else 40
-        return [rows, *([20] if num_pieces == 4 else [])]
+        return [rows, *([28] if num_pieces == 4 else [])]
 
     with caplog.at_level("INFO"):
         assert run(allocator, 32, FIRST_PATIENCE + 4, uses) == [32, 16]
-        assert "are tried" not in caplog.text, "twice the evaluation's would not fit"
+        assert "are tried" not in caplog.text, "half as much again as the evaluation's would not fit"
         num_pieces = 0
         allocator.empty_cache()
         run(allocator, 32, 2 * FIRST_PATIENCE + 4, uses)
-    assert "pieces of up to 24 rows are tried" in caplog.text
+    assert "pieces of up to 20 rows are tried" in caplog.text
 
 
 def test_an_allocator_that_keeps_emptying_its_cache_makes_pieces_smaller(simulate, caplog) -> None:
