@@ -21,12 +21,12 @@ from headway.compat.accelerate.launching.environment import tqdm as tqdm
 from headway.compat.accelerate.launching.environment import write_basic_config as write_basic_config
 from headway.compat.accelerate.modules.align import AlignDevicesHook as AlignDevicesHook
 from headway.compat.accelerate.modules.align import align_module_device as align_module_device
-from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
-from headway.compat.accelerate.modules.attach import attach_align_device_hook as attach_align_device_hook
-from headway.compat.accelerate.modules.attach import (
+from headway.compat.accelerate.modules.align import attach_align_device_hook as attach_align_device_hook
+from headway.compat.accelerate.modules.align import (
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
-from headway.compat.accelerate.modules.attach import attach_execution_device_hook as attach_execution_device_hook
+from headway.compat.accelerate.modules.align import attach_execution_device_hook as attach_execution_device_hook
+from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
 from headway.compat.accelerate.modules.hooks import CpuOffload as CpuOffload
 from headway.compat.accelerate.modules.hooks import ModelHook as ModelHook
 from headway.compat.accelerate.modules.hooks import SequentialHook as SequentialHook

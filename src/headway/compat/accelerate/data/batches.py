@@ -1,12 +1,13 @@
-"""Nested batches as functions: moving, converting, joining and walking them."""
+"""Nested batches as functions: moving, converting, joining and walking them, their shapes, and a size of them that fits."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 
-from headway.runtime.collectives.tree import Tree, like_mapping, like_sequence, map_tensors, tensors
+from headway.runtime.collectives.tree import Tree, find_batch_size, like_mapping, like_sequence, map_tensors, tensors
 
 
 def is_torch_tensor(tensor: object) -> bool:
@@ -142,3 +143,111 @@ def listify(data: Tree) -> Tree:
 def find_device(data: Tree) -> torch.device | None:
     """Where the first tensor lies; None without one."""
     return next((tensor.device for tensor in tensors(data)), None)
+
+
+# -------------------------------------------------------------------- shapes
+
+
+@dataclass
+class TensorInformation:
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: object) -> bool:
+    """Is it a `TensorInformation`?"""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The batch with a `TensorInformation` in place of each tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """The batch with the shape, a list, in place of each tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The output of `get_data_structure` with an uninitialised tensor in place of each `TensorInformation`."""
+
+    def make(about: TensorInformation) -> torch.Tensor:
+        return torch.empty(about.shape, dtype=about.dtype)
+
+    return recursively_apply(make, data_structure, test_type=is_tensor_information)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """`find_batch_size`; None if there is no tensor, or only one without rows."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Tensors in nested lists, tuples and dicts on a device."""
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Is it on an XPU?"""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+def verify_operation(function: Any) -> Any:
+    """The function: every exchange is checked before it moves data."""
+    return function
+
+
+chained_operation = verify_operation
+
+_KINDS = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
+TENSOR_TYPE_TO_INT = {getattr(torch, kind): number for number, kind in enumerate(_KINDS.split(), 1)}
+TENSOR_INT_TO_DTYPE = {number: kind for kind, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors with zeros below, by Accelerate's rule, which may give more rows than `num_processes` divides.
+
+    Args:
+        tensor: or nested ones.
+        batch_size: their rows.
+        num_processes: among which they are to be shared.
+        dim: the dimension that is filled from the front.
+    """
+    each, rest = divmod(batch_size, num_processes)
+    more = num_processes - (each or batch_size)
+    if more < 1 and rest > more:
+        more = rest - more
+
+    def pad(given: torch.Tensor) -> torch.Tensor:
+        made = given.new_zeros([batch_size + more, *given.shape[1:]])
+        made.narrow(dim, 0, given.shape[dim]).copy_(given)
+        return made
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+# -------------------------------------------------------------------- a size that fits
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Any:
+    """Call a function with a batch size that fits into memory, the same on all ranks.
+
+    Args:
+        function: takes the batch size first; None: a decorator is returned.
+        starting_batch_size: of the first attempt.
+        reduce_batch_size_fn: gives the next one; None: nine tenths of it (Headway's own takes half).
+    """
+    from headway.memory import batch_size
+
+    call: Any = batch_size.find_executable_batch_size
+    return call(function, starting_batch_size, reduce_batch_size_fn or (lambda size: int(size * 0.9)))

@@ -1,29 +1,19 @@
 """What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs, their driver, a free port."""
 
-import operator
 import socket
 import subprocess
 from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
 from headway.common import env
+from headway.compat.accelerate.constants import STR_OPERATION_TO_FUNC
 from headway.errors import ConfigError
 from headway.runtime.device import detect
 from headway.version import __version__
-
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
@@ -49,10 +39,10 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _fulfils(version: str, operation: str, requirement: str) -> bool:
-    if operation not in _OPERATORS:
-        raise ConfigError(f"operation={operation!r}; allowed: {', '.join(_OPERATORS)}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(f"operation={operation!r}; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
     # torch's own class compares as packaging does, which Headway does not depend on.
-    return bool(_OPERATORS[operation](TorchVersion(version), TorchVersion(requirement)))
+    return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), TorchVersion(requirement)))
 
 
 def _installed(distribution: str) -> str:

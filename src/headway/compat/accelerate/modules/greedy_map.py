@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.compat.accelerate.modules.module_parts import get_module_leaves, get_module_size_with_ties
+from headway.compat.accelerate.modules.models import get_module_leaves, get_module_size_with_ties
 from headway.log import get_logger
 from headway.offload.placement import sizes
 from headway.offload.placement.budget import Device, as_device, get_max_memory
