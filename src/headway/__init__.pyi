@@ -130,11 +130,11 @@ from headway.tracking.base import on_main_process as on_main_process
 from headway.tracking.progress import track as track
 from headway.trainer.arguments import TrainingArguments as TrainingArguments
 from headway.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from headway.trainer.callbacks import PrinterCallback as PrinterCallback
+from headway.trainer.callbacks import ProgressCallback as ProgressCallback
 from headway.trainer.callbacks import TrainerCallback as TrainerCallback
 from headway.trainer.callbacks import TrainerControl as TrainerControl
 from headway.trainer.callbacks import TrainerState as TrainerState
-from headway.trainer.display import PrinterCallback as PrinterCallback
-from headway.trainer.display import ProgressCallback as ProgressCallback
 from headway.trainer.results import EvalPrediction as EvalPrediction
 from headway.trainer.trainer import Trainer as Trainer
 from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy

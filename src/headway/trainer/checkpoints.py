@@ -28,8 +28,8 @@ from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.trainer.evaluation.metrics import check_wanted
 from headway.trainer.loss import LossBook
+from headway.trainer.metrics import check_wanted
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""What a Trainer returns and writes: results, how a person reads them, its files, and where logged values go.
+"""What a Trainer returns and writes: results, its files, and where logged values go.
 
 Where a Trainer's values go: the history, the callbacks, the run's log with its trackers; and what memory is used.
 """
@@ -14,7 +14,6 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.common.object_path import to_path, writable
-from headway.common.text import format_bytes, format_seconds
 from headway.memory.monitor import MemoryMonitor
 from headway.memory.use import memory_use
 from headway.runtime.collectives.tree import Tree
@@ -89,22 +88,6 @@ def speed(prefix: str, seconds: float, num_samples: int, num_steps: int) -> dict
         f"{prefix}_samples_per_second": round(num_samples / span, 3),
         f"{prefix}_steps_per_second": round(num_steps / span, 3),
     }
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value as a person reads it, by what its name says of its unit."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value)
-    if "memory" in name:
-        return format_bytes(int(value))
-    if name.endswith("runtime"):
-        return format_seconds(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def format_line(values: Mapping[str, Any]) -> str:
-    """Values in one line."""
-    return " | ".join(f"{name} {format_value(name, value)}" for name, value in values.items())
 
 
 # ---------------------------------------------------------------- files

@@ -20,15 +20,20 @@ from headway.runtime.seed import set_seed
 from headway.runtime.transfers import move
 from headway.trainer import builder, results
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
+from headway.trainer.callbacks import (
+    DefaultFlowCallback,
+    Events,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+)
 from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, settings_of
 from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of, train_sampler
-from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluation.evaluator import Evaluator
-from headway.trainer.evaluation.methods import EvaluationMethods
-from headway.trainer.legacy import check_overrides, overridden
+from headway.trainer.evaluation import Evaluator
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction
+from headway.trainer.methods import EvaluationMethods, check_overrides, overridden
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
 
 log = get_logger(__name__)
@@ -289,10 +294,9 @@ class Trainer(EvaluationMethods):
 
     def _drop_optimizer_state(self) -> None:
         """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
-        made, schedule = without_state(self.optimizer, self.lr_scheduler)
-        given, given_schedule = self._given_optimizers
-        self.optimizer = made if given is None else given
-        self.lr_scheduler = schedule if given_schedule is None else given_schedule
+        freed = without_state(self.optimizer, self.lr_scheduler)
+        both = [made if given is None else given for given, made in zip(self._given_optimizers, freed)]
+        self.optimizer, self.lr_scheduler = both
 
     def _log_to(self, run_log: results.Log) -> None:
         """Log there, and evaluate with the Accelerator that is in use now: in a training, or outside one."""
@@ -333,9 +337,8 @@ class Trainer(EvaluationMethods):
         if self.train_dataset is None:
             raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
         check_dataset(self.train_dataset)
-        args, size = self.args, self._train_batch_size
         sampler = self._get_train_sampler(self.train_dataset)
-        return self._loader(self.train_dataset, size, sampler, args.dataloader_drop_last)
+        return self._loader(self.train_dataset, self._train_batch_size, sampler, self.args.dataloader_drop_last)
 
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
         """The order of the training data; None for a stream. May be overridden."""
