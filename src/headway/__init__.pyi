@@ -59,10 +59,10 @@ from headway.config.engines import GradScalerKwargs as GradScalerKwargs
 from headway.config.engines import InitProcessGroupKwargs as InitProcessGroupKwargs
 from headway.config.engines import ProfileKwargs as ProfileKwargs
 from headway.config.engines import TorchDynamoPlugin as TorchDynamoPlugin
-from headway.config.layout_request import TorchContextParallelConfig as TorchContextParallelConfig
 from headway.config.parallelism import PipelineOptions as PipelineOptions
 from headway.config.parallelism import ShardingOptions as ShardingOptions
 from headway.config.parallelism import TensorParallelOptions as TensorParallelOptions
+from headway.config.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
 from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
 from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
 from headway.config.run import Preemption as Preemption

@@ -9,8 +9,7 @@ from headway.common import env
 from headway.common.optional import Later
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
 from headway.config.layout_choice import ResolvedLayout
-from headway.config.layout_request import LayoutRequest, TorchContextParallelConfig
-from headway.config.parallelism import ShardingOptions
+from headway.config.parallelism import LayoutRequest, ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError
 
 fsdp = Later("torch.distributed.fsdp")
