@@ -6,7 +6,7 @@ are singletons whose instances share one dict; here instances hold nothing that 
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.training.run import AcceleratorRun
 from headway.training.windows import AccumulationWindows
 
-Value = TypeVar("Value")
-
 
 def collectives() -> Collectives:
     """The way to the other processes: the Accelerator's, or one of its own where there is none."""
@@ -50,7 +48,7 @@ def _started(options: Mapping[str, Any]) -> Collectives:
     return collectives()
 
 
-class _Shared(Generic[Value]):
+class _Shared:
     """`_shared_state`, which scripts compare with {} to learn whether anything is initialised."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
@@ -68,11 +66,8 @@ def _process_facts() -> dict[str, Any]:
 
 
 def _run_facts() -> dict[str, Any]:
-    return (
-        {}
-        if AcceleratorRun.latest is None
-        else {"_mixed_precision": AcceleratorRun.latest.mixed_precision, **_process_facts()}
-    )
+    latest = AcceleratorRun.latest
+    return {} if latest is None else {"_mixed_precision": latest.mixed_precision, **_process_facts()}
 
 
 def is_initialized() -> bool:
@@ -93,7 +88,7 @@ class PartialState(RankAware):
         backend, init_method, timeout: as for `InitProcessGroupKwargs`.
     """
 
-    _shared_state = _Shared[dict[str, Any]](_process_facts)
+    _shared_state = _Shared(_process_facts)
     _values: ClassVar[dict[str, Any]] = {}
     debug: bool = False  # settable, and changes nothing: every exchange is checked before it moves data
 
@@ -197,7 +192,7 @@ class AcceleratorState(PartialState):
         ConfigError: another precision than the Accelerator's.
     """
 
-    _shared_state = _Shared[dict[str, Any]](_run_facts)
+    _shared_state = _Shared(_run_facts)
     _values: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -291,7 +286,7 @@ class GradientState:
     Without an Accelerator it says what is true before the first micro-batch.
     """
 
-    _shared_state = _Shared[dict[str, Any]](lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
+    _shared_state = _Shared(lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
 
     def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorRun | None = None) -> None:
         self._run = _run or AcceleratorRun.latest

@@ -22,7 +22,7 @@ from headway.compat.accelerate.modules.align import (
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
 )
-from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map
+from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, prefixes
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
 from headway.errors import DeviceMapError
 from headway.log import get_logger
@@ -214,12 +214,7 @@ def _completed(model: nn.Module, device_map: Any) -> Any:
 
 
 def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
-    return any(prefix in device_map for prefix in _prefixes(name))
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    return any(prefix in device_map for prefix in prefixes(name))
 
 
 def _clear(model: nn.Module) -> None:
