@@ -68,9 +68,7 @@ class PipelineOptions:
     @property
     def num_per_rank(self) -> int:
         """Stages on each rank."""
-        if self.schedule not in _SEVERAL:
-            return 1
-        return self.stages_per_rank or 2
+        return (self.stages_per_rank or 2) if self.schedule in _SEVERAL else 1
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
         """Which rank along the pipeline has a stage: each in turn, or with "zbv" there and back."""

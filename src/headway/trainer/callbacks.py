@@ -16,13 +16,6 @@ from headway.errors import ConfigError
 from headway.tracking.progress import NotebookTable, in_notebook, track
 from headway.trainer.arguments import TrainingArguments
 
-EVENTS = tuple(
-    """
-    on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_substep_end
-    on_pre_optimizer_step on_optimizer_step on_step_end on_log on_evaluate on_prediction_step on_predict on_save
-    """.split()  # noqa: SIM905
-)
-
 _TOLD = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader")
 """What every event is given of the Trainer, by name."""
 
@@ -137,6 +130,9 @@ class TrainerCallback:
     on_init_end = on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = _ignore
     on_step_begin = on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_step_end = _ignore
     on_log = on_evaluate = on_prediction_step = on_predict = on_save = _ignore
+
+
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 class Events:

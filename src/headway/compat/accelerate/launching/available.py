@@ -1,6 +1,5 @@
-"""What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs, their driver, a free port."""
+"""What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs and their driver."""
 
-import socket
 import subprocess
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -317,11 +316,3 @@ def get_current_device_type() -> tuple[str, str]:
     """The kind of accelerator, and Accelerate's word for several of them: ("cuda", "MULTI_GPU"); "cuda" where there is none."""
     kind = detect().kind
     return ("cuda", "MULTI_GPU") if kind in ("cpu", "cuda") else (kind, f"MULTI_{kind.upper()}")
-
-
-def get_free_port() -> int:
-    """A free port on this machine."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-    return port

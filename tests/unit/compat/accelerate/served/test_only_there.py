@@ -19,6 +19,7 @@ from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.data import batches
 from headway.compat.accelerate.launching import available
 from headway.compat.accelerate.modules import casting, models
+from headway.compat.accelerate.served.names import find_as_accelerate
 from headway.config.values import KwargsHandler
 from headway.errors import HeadwayError, UnsupportedError
 
@@ -145,7 +146,7 @@ def test_batches_by_their_shapes():
 
 
 def test_the_machine(monkeypatch):
-    assert 1024 <= available.get_free_port() < 65536
+    assert 1024 <= find_as_accelerate("get_free_port")() < 65536
     assert available.get_current_device_type() == theirs.environment.get_current_device_type()
     monkeypatch.setattr(
         available, "_ask", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]
