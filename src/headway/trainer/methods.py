@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from headway.accelerator import Accelerator
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, DataError
 from headway.forecasting.pretending import is_forecast
 from headway.runtime.collectives.tree import Tree
 from headway.trainer import builder, results
 from headway.trainer.argument_checks import OTHERWISE, UnknownMembers
-from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events
-from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of
+from headway.trainer.data import Batch, Collate, Collating, Data, EvalData, check_dataset, drop_columns, length_of
 from headway.trainer.evaluation import EvaluationSanityCheck, Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.loss import call, loss_among, without_loss
 from headway.trainer.metrics import Measure
@@ -73,15 +71,10 @@ class _Records:
         (folder / "training_args.json").write_text(self._arguments + "\n")
 
 
-class LegacyMembers(UnknownMembers):
+class LegacyMembers(results.FileMethods, UnknownMembers):
     """Small names that scripts ask of transformers' Trainer, each by what the Trainer has itself."""
 
-    accelerator: Accelerator
-    args: Any
-    create_model_card: Callable[..., None]
-    model: torch.nn.Module
     optimizer: Any
-    processing_class: Any
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
     place_model_on_device = True
 
@@ -182,7 +175,6 @@ class LegacyMembers(UnknownMembers):
 class EvaluationMethods(LegacyMembers):
     """Half of a Trainer: what it does with a batch, without updates."""
 
-    args: TrainingArguments
     data_collator: Collate
     train_dataset: Data | None
     eval_dataset: EvalData | None
@@ -219,8 +211,25 @@ class EvaluationMethods(LegacyMembers):
     def _loader(
         self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
-        return builder.build_loader(
-            self.args, self._signature, dataset, batch_size, self.data_collator, sampler, drop_last
+        """A loader of the batches that the model takes, not yet prepared.
+
+        Args:
+            dataset: the rows, with all of their columns.
+            batch_size: rows of a batch.
+            sampler: their order; None: as they are.
+            drop_last: leave out a last batch with fewer rows.
+        """
+        args, signature = self.args, self._signature
+        labels = {*signature.label_names, "labels", "label", "label_ids"}
+        return DataLoader(
+            drop_columns(dataset, signature.kept, labels),
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=Collating(self.data_collator, signature.kept, signature.loss_of.count, labels),
+            drop_last=drop_last,
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
         )
 
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
