@@ -19,8 +19,7 @@ from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
 from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.constants import DistributedType
-from headway.compat.accelerate.data.batches import convert_to_fp32
-from headway.compat.accelerate.data.exchange import gather_and_cut, is_per_sample
+from headway.compat.accelerate.data.batches import convert_to_fp32, gather_and_cut, is_per_sample
 from headway.compat.accelerate.data.loaders import AccelerateRules
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler

@@ -120,13 +120,14 @@ def set_module_tensor_to_device(
     if old is None:
         raise ConfigError(f"{type(module).__name__} has no parameter or buffer {tensor_name!r}")
     target = torch.device(device)
-    tied = _tied(old if value is None else value, target, tied_params_map)
+    given = old if value is None else value
+    tied = tied_params_map.get(given.data_ptr(), {}).get(target) if tied_params_map else None
     if tied is not None:
         held[name] = tied
         return
     _check(tensor_name, old, target, value)
     with torch.no_grad():
-        new = (old if value is None else value).to(_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
+        new = given.to(_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
         if isinstance(old, nn.Parameter) and (value is not None or new is not old):
             new = type(old)(new.detach(), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -139,11 +140,6 @@ def _dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | N
     if value is None or dtype is None:
         return old.dtype
     return dtype if value.is_floating_point() or value.is_complex() else value.dtype
-
-
-def _tied(tensor: torch.Tensor, device: torch.device, known: Any) -> torch.Tensor | None:
-    found: torch.Tensor | None = (known or {}).get(tensor.data_ptr(), {}).get(device) if known else None
-    return found
 
 
 def _check(name: str, old: torch.Tensor, device: torch.device, value: torch.Tensor | None) -> None:
