@@ -9,8 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headway.compat.accelerate.served.finder import install
-from headway.compat.accelerate.served.names import SERVED, find
+from headway.compat.accelerate.served.names import SERVED, find, install
 from headway.version import __version__ as __version__
 
 # The stub is the table: what type checkers see is what is loaded on first use (as SPEC 1 has it).

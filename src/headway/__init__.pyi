@@ -5,28 +5,28 @@ from typing import Any
 from headway import errors as errors
 from headway.accelerator import Accelerator as Accelerator
 from headway.compat.accelerate.constants import DistributedType as DistributedType
+from headway.compat.accelerate.data.batches import broadcast as broadcast
+from headway.compat.accelerate.data.batches import broadcast_object_list as broadcast_object_list
 from headway.compat.accelerate.data.batches import concatenate as concatenate
 from headway.compat.accelerate.data.batches import convert_to_fp32 as convert_to_fp32
+from headway.compat.accelerate.data.batches import gather as gather
+from headway.compat.accelerate.data.batches import gather_object as gather_object
+from headway.compat.accelerate.data.batches import pad_across_processes as pad_across_processes
 from headway.compat.accelerate.data.batches import recursively_apply as recursively_apply
+from headway.compat.accelerate.data.batches import reduce as reduce
 from headway.compat.accelerate.data.batches import send_to_device as send_to_device
-from headway.compat.accelerate.data.exchange import broadcast as broadcast
-from headway.compat.accelerate.data.exchange import broadcast_object_list as broadcast_object_list
-from headway.compat.accelerate.data.exchange import gather as gather
-from headway.compat.accelerate.data.exchange import gather_object as gather_object
-from headway.compat.accelerate.data.exchange import pad_across_processes as pad_across_processes
-from headway.compat.accelerate.data.exchange import reduce as reduce
 from headway.compat.accelerate.launching.environment import clear_environment as clear_environment
 from headway.compat.accelerate.launching.environment import patch_environment as patch_environment
 from headway.compat.accelerate.launching.environment import tqdm as tqdm
 from headway.compat.accelerate.launching.environment import write_basic_config as write_basic_config
 from headway.compat.accelerate.modules.align import AlignDevicesHook as AlignDevicesHook
 from headway.compat.accelerate.modules.align import align_module_device as align_module_device
-from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
-from headway.compat.accelerate.modules.attach import attach_align_device_hook as attach_align_device_hook
-from headway.compat.accelerate.modules.attach import (
+from headway.compat.accelerate.modules.align import attach_align_device_hook as attach_align_device_hook
+from headway.compat.accelerate.modules.align import (
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
-from headway.compat.accelerate.modules.attach import attach_execution_device_hook as attach_execution_device_hook
+from headway.compat.accelerate.modules.align import attach_execution_device_hook as attach_execution_device_hook
+from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
 from headway.compat.accelerate.modules.hooks import CpuOffload as CpuOffload
 from headway.compat.accelerate.modules.hooks import ModelHook as ModelHook
 from headway.compat.accelerate.modules.hooks import SequentialHook as SequentialHook
@@ -59,10 +59,10 @@ from headway.config.engines import GradScalerKwargs as GradScalerKwargs
 from headway.config.engines import InitProcessGroupKwargs as InitProcessGroupKwargs
 from headway.config.engines import ProfileKwargs as ProfileKwargs
 from headway.config.engines import TorchDynamoPlugin as TorchDynamoPlugin
-from headway.config.layout_request import TorchContextParallelConfig as TorchContextParallelConfig
 from headway.config.parallelism import PipelineOptions as PipelineOptions
 from headway.config.parallelism import ShardingOptions as ShardingOptions
 from headway.config.parallelism import TensorParallelOptions as TensorParallelOptions
+from headway.config.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
 from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
 from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
 from headway.config.run import Preemption as Preemption
@@ -130,11 +130,11 @@ from headway.tracking.base import on_main_process as on_main_process
 from headway.tracking.progress import track as track
 from headway.trainer.arguments import TrainingArguments as TrainingArguments
 from headway.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from headway.trainer.callbacks import PrinterCallback as PrinterCallback
+from headway.trainer.callbacks import ProgressCallback as ProgressCallback
 from headway.trainer.callbacks import TrainerCallback as TrainerCallback
 from headway.trainer.callbacks import TrainerControl as TrainerControl
 from headway.trainer.callbacks import TrainerState as TrainerState
-from headway.trainer.display import PrinterCallback as PrinterCallback
-from headway.trainer.display import ProgressCallback as ProgressCallback
 from headway.trainer.results import EvalPrediction as EvalPrediction
 from headway.trainer.trainer import Trainer as Trainer
 from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy

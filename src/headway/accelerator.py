@@ -29,8 +29,8 @@ from headway.config.engines import (
     compiler,
 )
 from headway.config.layout_choice import RequestedLayout
-from headway.config.layout_request import LayoutPlugin
 from headway.config.load import UNSET, run_setting
+from headway.config.parallelism import LayoutPlugin
 from headway.config.run import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

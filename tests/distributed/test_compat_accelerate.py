@@ -391,8 +391,8 @@ def test_a_bar_on_one_process_of_a_machine(results):
 
 def sharded_by_its_function():
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
-    from headway.compat.accelerate.files.sharded import fsdp2_prepare_model
     from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+    from headway.compat.accelerate.sharded import fsdp2_prepare_model
 
     accelerator = AccelerateAccelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     torch.manual_seed(0)

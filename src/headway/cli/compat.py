@@ -9,8 +9,7 @@ import click
 from headway.cli.options import JSON, GroupedCommand, examples, option
 from headway.common.untrusted import printable, read_regular
 from headway.compat.accelerate.served.names import SURFACE
-from headway.compat.accelerate.served.scripts import uses
-from headway.compat.accelerate.served.surface import Answer, answer
+from headway.compat.accelerate.served.surface import Answer, answer, uses
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
 

@@ -30,9 +30,9 @@ from headway.cli.options import (
 from headway.common import env
 from headway.compat.accelerate.launching import layout_words
 from headway.config.launch import EARLIER_NAMES, SETTINGS
-from headway.config.layout_request import LayoutRequest
 from headway.config.load import COMMAND_LINE, Resolved, Value, environment_layer, resolve
 from headway.config.mesh import ENGINES, groups_in_words
+from headway.config.parallelism import LayoutRequest
 from headway.config.values import from_text
 from headway.errors import ConfigError
 

@@ -15,9 +15,13 @@ from typing import Any, get_args, get_type_hints
 
 from headway.common.callsite import call_site
 from headway.config.launch import MODES, DynamoBackend
-from headway.config.layout_request import TorchContextParallelConfig
 from headway.config.load import UNSET, run_setting
-from headway.config.parallelism import PipelineOptions, ShardingOptions, TensorParallelOptions
+from headway.config.parallelism import (
+    PipelineOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    TorchContextParallelConfig,
+)
 from headway.config.values import KwargsHandler, known_keywords
 from headway.errors import ConfigError
 

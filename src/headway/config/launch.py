@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headway.common import env
 from headway.config import mesh
-from headway.config.layout_request import ROTATIONS
 
 # ruff: noqa: RUF009
 
@@ -33,23 +32,11 @@ class Spelled(str, Enum):
 class DynamoBackend(Spelled):
     """torch.compile's backends, by Accelerate's names."""
 
-    NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER, NVPRIMS_NVFUSER = (
-        "NO",
-        "EAGER",
-        "AOT_EAGER",
-        "INDUCTOR",
-        "AOT_TS_NVFUSER",
-        "NVPRIMS_NVFUSER",
-    )
-    CUDAGRAPHS, OFI, FX2TRT, ONNXRT, TENSORRT, AOT_TORCHXLA_TRACE_ONCE = (
-        "CUDAGRAPHS",
-        "OFI",
-        "FX2TRT",
-        "ONNXRT",
-        "TENSORRT",
-        "AOT_TORCHXLA_TRACE_ONCE",
-    )
-    TORCHXLA_TRACE_ONCE, TVM, HPU_BACKEND, NEURON = "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"
+    NO, EAGER, AOT_EAGER, INDUCTOR = "NO", "EAGER", "AOT_EAGER", "INDUCTOR"
+    AOT_TS_NVFUSER, NVPRIMS_NVFUSER, CUDAGRAPHS, OFI = "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI"
+    FX2TRT, ONNXRT, TENSORRT = "FX2TRT", "ONNXRT", "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE, TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE"
+    TVM, HPU_BACKEND, NEURON = "TVM", "HPU_BACKEND", "NEURON"
 
 
 class Unset(Enum):
@@ -147,6 +134,8 @@ OF_DEEPSPEED = tuple(
 )
 """Settings that only DeepSpeed's engine reads."""
 OFFLOADS = ("none", "cpu", "nvme")
+ROTATIONS = ("allgather", "alltoall")
+"""How keys and values travel in torch's ring attention."""
 WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -14,17 +14,16 @@ All ranks that are left take part. `fsdp+tp=2` of 8 ranks is 3 x 2 on 6 and fsdp
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
 from headway.config import mesh
 from headway.config.engines import ActivationCheckpointing, EngineOptions
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
-from headway.config.layout_request import LayoutPlugin, LayoutRequest, TorchContextParallelConfig
 from headway.config.load import COMMAND_LINE, asked_num_processes, ranks_per_machine, run_setting
 from headway.config.mesh import Asked, Layout, parse, written
-from headway.config.parallelism import ShardingOptions
+from headway.config.parallelism import LayoutPlugin, LayoutRequest, ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 
@@ -410,8 +409,7 @@ def options_of_others(text: str, layout: Layout) -> Iterator[tuple[str, str, str
 
 def _unless_default(options: ShardingOptions, name: str) -> Any:
     value = getattr(options, name)
-    default = next(each.default for each in fields(options) if each.name == name)
-    return UNSET if value == default else value
+    return UNSET if value == getattr(type(options), name) else value  # a dataclass's class holds the defaults
 
 
 def _get_name(unit: Any) -> str:

@@ -5,6 +5,7 @@ The launcher side resolves the layers and packs what workers need into one JSON 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,11 +144,9 @@ def _read_payload() -> dict[str, Any] | None:
     text = env.get(env.PAYLOAD)
     if not text:
         return None
-    content: dict[str, Any] | None
-    try:
+    content: dict[str, Any] | None = None
+    with suppress(ValueError):
         content = parse_json(text)
-    except ValueError:
-        content = None
     if not _is_payload(content):
         raise ConfigError(
             f"the environment variable {env.PAYLOAD} holds no payload of this version of Headway: {text[:80]!r}. "

@@ -235,8 +235,8 @@ def _nearest(sizes: Mapping[str, int | None], known: int, num_ranks: int, is_ope
         fits.append(written({"replicate": num_ranks // known, **sizes}))
     counts = [num_ranks // known * known, (num_ranks // known + 1) * known] if is_open else [known]
     ranks = " or ".join(str(count) for count in counts if count)
-    near = f"the nearest that fit {num_ranks}: {', '.join(dict.fromkeys(fits))}; " if fits else ""
-    return f"{near}or run {ranks} ranks" if near else f"run {ranks} ranks"
+    near = f"the nearest that fit {num_ranks}: {', '.join(dict.fromkeys(fits))}; or " if fits else ""
+    return f"{near}run {ranks} ranks"
 
 
 def written(sizes: Mapping[str, int | None]) -> str:
@@ -245,10 +245,8 @@ def written(sizes: Mapping[str, int | None]) -> str:
     sizes = {axis: size for axis, size in sizes.items() if size != 1} or {"replicate": None}
     terms = []
     if sizes.get("replicate", 0) is None and sizes.get("shard") is not None:
-        terms, sizes = (
-            [f"hsdp={sizes.pop('shard')}"],
-            {axis: size for axis, size in sizes.items() if axis != "replicate"},
-        )
+        terms = [f"hsdp={sizes.pop('shard')}"]
+        del sizes["replicate"]
     terms += [names[axis] + (f"={sizes[axis]}" if sizes[axis] is not None else "") for axis in AXES if axis in sizes]
     return "+".join(terms)
 
@@ -319,9 +317,9 @@ def _meant(name: str) -> str:
 
     if name in _OTHER_WORDS:
         return f"; write {_OTHER_WORDS[name]}"
-    close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
     served = (*_TERMS, "hsdp")
+    close = get_close_matches(name, served, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
     words = f"{', '.join(served)}, joined by '+', each with or without =RANKS, as in fsdp+tp=2"
     return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
 

@@ -17,8 +17,7 @@ from headway.errors import ConfigError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
-from headway.trainer.argument_checks import checked
-from headway.trainer.legacy import UnknownMembers, accepting_other_names
+from headway.trainer.argument_checks import UnknownMembers, accepting_other_names, checked
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),

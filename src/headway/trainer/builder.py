@@ -1,11 +1,11 @@
-"""What a Trainer is built of, by its arguments: the model's wants, the Accelerator, loaders, and the largest batch that fits."""
+"""What a Trainer is built of, by its arguments: the model's wants, the Accelerator, and the largest batch that fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from headway.accelerator import Accelerator
 from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
@@ -16,7 +16,7 @@ from headway.memory.batch_size import find_executable_batch_size
 from headway.memory.use import free_address_space
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.checkpoints import next_number
-from headway.trainer.data import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns, length_of
+from headway.trainer.data import drop_columns, find_label_names, kept_columns, length_of
 from headway.trainer.loss import LossFunction, LossOf, take_count
 
 log = get_logger(__name__)
@@ -78,11 +78,6 @@ def chosen_model(model: torch.nn.Module | None, model_init: Callable[[], torch.n
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"the Trainer got a {type(made).__name__} as its model; give a torch.nn.Module")
     return made
-
-
-def default_collator(model: torch.nn.Module, processing_class: object) -> Collator:
-    """What makes batches where nothing was given for it."""
-    return Collator(processing_class, getattr(getattr(model, "config", None), "pad_token_id", None))
 
 
 @dataclass(frozen=True)
@@ -166,42 +161,6 @@ def release_model(args: TrainingArguments, accelerator: Accelerator, model: torc
     accelerator.free_memory()
     for parameter in model.parameters():
         parameter.grad = None
-
-
-# ---------------------------------------------------------------- loaders
-
-
-def build_loader(
-    args: TrainingArguments,
-    signature: ForwardSignature,
-    dataset: Any,
-    batch_size: int,
-    collate: Collate,
-    sampler: Sampler[int] | None = None,
-    drop_last: bool = False,
-) -> DataLoader[Any]:
-    """A loader of the batches that a model takes, not yet prepared.
-
-    Args:
-        args: workers.
-        signature: what the model takes of a batch.
-        dataset: the rows, with all of their columns.
-        batch_size: rows of a batch.
-        collate: from rows to a batch.
-        sampler: their order; None: as they are.
-        drop_last: leave out a last batch with fewer rows.
-    """
-    labels = {*signature.label_names, "labels", "label", "label_ids"}
-    return DataLoader(
-        drop_columns(dataset, signature.kept, labels),
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=Collating(collate, signature.kept, signature.loss_of.count, labels),
-        drop_last=drop_last,
-        num_workers=args.dataloader_num_workers,
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-    )
 
 
 # ---------------------------------------------------------------- the largest batch

@@ -28,8 +28,8 @@ from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.trainer.evaluation.metrics import check_wanted
 from headway.trainer.loss import LossBook
+from headway.trainer.metrics import check_wanted
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)
@@ -205,30 +205,6 @@ def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
         return None
 
 
-def write_marker(
-    output_dir: str | Path, checkpoint: str | Path, training: int, asked: str | Path | bool | None, update: int
-) -> None:
-    """Write the mark of a training whose checkpoint has just been committed; one process of each machine calls it."""
-    run = run_of(to_path(checkpoint))
-    if run is None:  # this machine's disk does not hold it
-        return
-    folder = None if asked is None or isinstance(asked, bool) else str(asked)
-    path = to_path(output_dir) / FILE
-    try:
-        atomic.write_text(
-            path, json.dumps(asdict(PreemptionMarker(run, training, folder, update))) + "\n", has_rivals=True
-        )
-    except (OSError, ObjectStoreError) as error:
-        log.warning("%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint))
-
-
-def remove_marker(output_dir: str | Path, training: int) -> None:
-    """Take the mark away, where it is that of the process's training number `training`."""
-    mark = read_marker(output_dir)
-    if mark is not None and mark.training == training:
-        (to_path(output_dir) / FILE).unlink(missing_ok=True)
-
-
 class Continuation:
     """Where one training begins, and what it leaves for the next start of the same command.
 
@@ -295,13 +271,23 @@ class Continuation:
         """
         if self._asked is False:
             log.warning("the next start is from the beginning, as resume_from_checkpoint=False says; True resumes")
-        elif accelerator.is_local_main_process:
-            write_marker(self._folder, checkpoint, self.training, self._asked, update)
+        elif accelerator.is_local_main_process and (run := run_of(to_path(checkpoint))) is not None:
+            # Where it is None, this machine's disk does not hold the checkpoint.
+            asked = None if self._asked is None or isinstance(self._asked, bool) else str(self._asked)
+            mark, path = PreemptionMarker(run, self.training, asked, update), to_path(self._folder) / FILE
+            try:
+                atomic.write_text(path, json.dumps(asdict(mark)) + "\n", has_rivals=True)
+            except (OSError, ObjectStoreError) as error:
+                log.warning(
+                    "%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint)
+                )
 
     def end_well(self, accelerator: Accelerator) -> None:
         """Nothing is left to go on with: a mark of an earlier start is taken away."""
         if accelerator.is_local_main_process:
-            remove_marker(self._folder, self.training)
+            mark = read_marker(self._folder)
+            if mark is not None and mark.training == self.training:
+                (to_path(self._folder) / FILE).unlink(missing_ok=True)
 
 
 def check_folder(accelerator: Accelerator, asked: str | Path | bool | None, output_dir: str | Path) -> None:

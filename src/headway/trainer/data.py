@@ -82,24 +82,19 @@ def find_lengths(dataset: Any, column: str) -> list[int]:
     if isinstance(columns, list):
         if column in columns:
             return [int(length) for length in dataset[column]]
-        rows: Any = dataset.select_columns(["input_ids"]) if "input_ids" in columns else dataset
-    else:
-        rows = dataset
+        dataset = dataset.select_columns(["input_ids"]) if "input_ids" in columns else dataset
     found: list[int] = []
-    for index in range(len(rows)):
-        row = rows[index]
-        if not isinstance(row, dict) and not hasattr(row, "keys"):
-            break
-        if column in row:
+    for index in range(len(dataset)):
+        row = dataset[index]
+        is_named = isinstance(row, dict) or hasattr(row, "keys")
+        if is_named and column in row:
             found.append(int(row[column]))
-        elif "input_ids" in row:
+        elif is_named and "input_ids" in row:
             found.append(len(row["input_ids"]))
         else:
-            break
-    if len(found) != len(rows):
-        raise DataError(
-            f"row {len(found)} has no length: neither {column!r} (length_column_name) nor 'input_ids' is in it"
-        )
+            raise DataError(
+                f"row {index} has no length: neither {column!r} (length_column_name) nor 'input_ids' is in it"
+            )
     return found
 
 

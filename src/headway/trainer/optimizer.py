@@ -62,15 +62,6 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
-    """What the optimizer that the arguments name is made with, beside the parameters."""
-    kind, settings = OPTIMIZERS[args.optim]
-    settings = {"lr": args.learning_rate, **settings}
-    if kind in _OF_ADAMS_KIND:
-        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return settings | read_settings(args.optim_args)
-
-
 def create_optimizer(
     model: torch.nn.Module,
     args: TrainingArguments,
@@ -94,7 +85,11 @@ def create_optimizer(
     if given is not None:
         kind, settings = given
         return kind(groups, **settings)
-    kind, settings = OPTIMIZERS[args.optim][0], optimizer_settings(args)
+    kind, settings = OPTIMIZERS[args.optim]
+    settings = {"lr": args.learning_rate, **settings}
+    if kind in _OF_ADAMS_KIND:
+        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    settings |= read_settings(args.optim_args)
     try:
         return kind(groups, **settings)
     except TypeError as error:

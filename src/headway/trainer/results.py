@@ -1,4 +1,4 @@
-"""What a Trainer returns and writes: results, how a person reads them, its files, and where logged values go.
+"""What a Trainer returns and writes: results, its files, and where logged values go.
 
 Where a Trainer's values go: the history, the callbacks, the run's log with its trackers; and what memory is used.
 """
@@ -14,7 +14,6 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.common.object_path import to_path, writable
-from headway.common.text import format_bytes, format_seconds
 from headway.memory.monitor import MemoryMonitor
 from headway.memory.use import memory_use
 from headway.runtime.collectives.tree import Tree
@@ -91,93 +90,78 @@ def speed(prefix: str, seconds: float, num_samples: int, num_steps: int) -> dict
     }
 
 
-def format_value(name: str, value: Any) -> str:
-    """A value as a person reads it, by what its name says of its unit."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value)
-    if "memory" in name:
-        return format_bytes(int(value))
-    if name.endswith("runtime"):
-        return format_seconds(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def format_line(values: Mapping[str, Any]) -> str:
-    """Values in one line."""
-    return " | ".join(f"{name} {format_value(name, value)}" for name, value in values.items())
-
-
 # ---------------------------------------------------------------- files
 
 
-@dataclass(frozen=True)
-class TrainerFiles:
-    """Writes what a Trainer leaves beside its checkpoints.
+class FileMethods:
+    """What a Trainer writes beside its checkpoints: its methods, each of which a subclass may override."""
 
-    Attributes:
-        args: the folder; they are written too.
-        accelerator: whose main process writes.
-    """
-
-    args: TrainingArguments
     accelerator: Accelerator
+    args: TrainingArguments
+    model: torch.nn.Module
+    processing_class: Any
+    state: TrainerState
 
-    def folder(self, given: str | Path | None = None) -> Path:
+    def _output_folder(self, given: str | Path | None = None) -> Path:
         """The folder given, or that of the arguments; it is there on the main process."""
         folder = to_path(given) if given else self.args.folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        processing_class: object,
-        folder: Path,
-        state_dict: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Write the weights, the model's config and the processing class.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """What `save_model` does; only on rank 0 where a subclass overrides this.
 
         Args:
-            model: prepared or not.
-            processing_class: a tokenizer or the like.
-            folder: where.
+            output_dir: None: that of the arguments.
             state_dict: in place of the model's own, where the model can write itself.
         """
-        save: Any = getattr(model, "save_pretrained", None)
+        folder = to_path(output_dir) if output_dir else self.args.folder
+        save: Any = getattr(self.model, "save_pretrained", None)
         if state_dict is None or not callable(save):
-            self.accelerator.save_model(model, folder)
+            self.accelerator.save_model(self.model, folder)
         else:
             with writable(folder) as local:
                 save(local, state_dict=state_dict)
         if not self.accelerator.is_main_process:
             return
         with writable(folder) as local:
-            describe(model, local, (processing_class,))
+            describe(self.model, local, (self.processing_class,))
         (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
 
-    def save_state(self, state: TrainerState) -> None:
-        """Write `trainer_state.json`."""
+    def save_state(self) -> None:
+        """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""
         if self.accelerator.is_main_process:
-            _write(self.folder() / "trainer_state.json", asdict(state))
+            _write(self._output_folder() / "trainer_state.json", asdict(self.state))
 
-    def save_metrics(self, split: str, metrics: Metrics, combined: bool) -> None:
-        """Write `<split>_results.json`, and add the metrics to `all_results.json` if they are to be combined."""
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
+        """Write metrics to `<output_dir>/<split>_results.json`, from the main process.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: by name.
+            combined: add them to `all_results.json`, too.
+        """
         if not self.accelerator.is_main_process:
             return
-        _write(self.folder() / f"{split}_results.json", metrics)
+        folder = self._output_folder()
+        _write(folder / f"{split}_results.json", metrics)
         if combined:
-            path = self.folder() / "all_results.json"
+            path = folder / "all_results.json"
             _write(path, {**(json.loads(path.read_text()) if path.exists() else {}), **metrics})
 
-    def save_card(self, model: torch.nn.Module, state: TrainerState, about: dict[str, object]) -> None:
-        """Write `README.md`: what was trained, what else is said about it, and the last evaluation."""
+    def create_model_card(self, **about: object) -> None:
+        """Write `README.md`: what was trained, and the last evaluation.
+
+        Args:
+            about: what else the card says, by name: language, license, dataset, tasks, ...
+        """
         if not self.accelerator.is_main_process:
             return
-        folder = self.folder()
+        folder, state = self._output_folder(), self.state
         name = about.pop("model_name", None) or folder.absolute().name
         evaluations = [entry for entry in state.log_history if any(key.startswith("eval_") for key in entry)]
-        lines = [f"# {name}", "", f"{type(model).__name__}, {state.global_step} updates.", ""]
+        lines = [f"# {name}", "", f"{type(self.model).__name__}, {state.global_step} updates.", ""]
         lines += [f"- {key}: {value}" for key, value in about.items() if value is not None]
         lines += [f"- {key}: {value}" for key, value in (evaluations[-1] if evaluations else {}).items()]
         (folder / "README.md").write_text("\n".join(lines) + "\n")

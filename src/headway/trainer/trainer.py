@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headway.accelerator import Accelerator
-from headway.common.object_path import to_path
 from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
@@ -20,15 +19,20 @@ from headway.runtime.seed import set_seed
 from headway.runtime.transfers import move
 from headway.trainer import builder, results
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
+from headway.trainer.callbacks import (
+    DefaultFlowCallback,
+    Events,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+)
 from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, settings_of
-from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of, train_sampler
-from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluation.evaluator import Evaluator
-from headway.trainer.evaluation.methods import EvaluationMethods
-from headway.trainer.legacy import check_overrides, overridden
+from headway.trainer.data import Batch, Collate, Collator, Data, EvalData, check_dataset, length_of, train_sampler
+from headway.trainer.evaluation import Evaluator
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction
+from headway.trainer.methods import EvaluationMethods, check_overrides, overridden
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
 
 log = get_logger(__name__)
@@ -133,7 +137,7 @@ class Trainer(EvaluationMethods):
         self._function = compute_loss_func if loss_function is None else loss_function
         self._set_model(builder.chosen_model(model, model_init))
         self.processing_class = tokenizer if processing_class is None else processing_class
-        own = builder.default_collator(self.model, self.processing_class)
+        own = Collator(self.processing_class, getattr(getattr(self.model, "config", None), "pad_token_id", None))
         self.data_collator: Collate = own if data_collator is None else data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
@@ -289,10 +293,9 @@ class Trainer(EvaluationMethods):
 
     def _drop_optimizer_state(self) -> None:
         """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
-        made, schedule = without_state(self.optimizer, self.lr_scheduler)
-        given, given_schedule = self._given_optimizers
-        self.optimizer = made if given is None else given
-        self.lr_scheduler = schedule if given_schedule is None else given_schedule
+        freed = without_state(self.optimizer, self.lr_scheduler)
+        both = [made if given is None else given for given, made in zip(self._given_optimizers, freed)]
+        self.optimizer, self.lr_scheduler = both
 
     def _log_to(self, run_log: results.Log) -> None:
         """Log there, and evaluate with the Accelerator that is in use now: in a training, or outside one."""
@@ -333,9 +336,8 @@ class Trainer(EvaluationMethods):
         if self.train_dataset is None:
             raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
         check_dataset(self.train_dataset)
-        args, size = self.args, self._train_batch_size
         sampler = self._get_train_sampler(self.train_dataset)
-        return self._loader(self.train_dataset, size, sampler, args.dataloader_drop_last)
+        return self._loader(self.train_dataset, self._train_batch_size, sampler, self.args.dataloader_drop_last)
 
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
         """The order of the training data; None for a stream. May be overridden."""
@@ -456,42 +458,7 @@ class Trainer(EvaluationMethods):
             self._save(None if output_dir is None else str(output_dir))
         else:
             if self.accelerator.is_main_process:
-                self._save(str(self._files().folder(output_dir)))
+                self._save(str(self._output_folder(output_dir)))
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """What `save_model` does; only on rank 0 where a subclass overrides this.
-
-        Args:
-            output_dir: None: that of the arguments.
-            state_dict: in place of the model's own.
-        """
-        folder = to_path(output_dir) if output_dir else self.args.folder
-        self._files().save_model(self.model, self.processing_class, folder, state_dict)
-
-    def _files(self) -> results.TrainerFiles:
-        return results.TrainerFiles(self.args, self.accelerator)
-
-    def save_state(self) -> None:
-        """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""
-        self._files().save_state(self.state)
-
-    def save_metrics(self, split: str, metrics: results.Metrics, combined: bool = True) -> None:
-        """Write metrics to `<output_dir>/<split>_results.json`, from the main process.
-
-        Args:
-            split: "train", "eval", "test" or "all".
-            metrics: by name.
-            combined: add them to `all_results.json`, too.
-        """
-        self._files().save_metrics(split, metrics, combined)
-
-    def create_model_card(self, **about: object) -> None:
-        """Write `README.md`: what was trained, and the last evaluation.
-
-        Args:
-            about: what else the card says, by name: language, license, dataset, tasks, ...
-        """
-        self._files().save_card(self.model, self.state, about)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from headway.cli.compat import command
 from headway.cli.main import group
-from headway.compat.accelerate.served.scripts import uses
+from headway.compat.accelerate.served.surface import uses
 from headway.errors import ConfigError
 
 SCRIPT = '''

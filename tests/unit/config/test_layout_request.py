@@ -7,8 +7,8 @@ from headway.compat.accelerate.launching.layout_words import read_size
 from headway.compat.accelerate.plugins import parallelism_of
 from headway.config.engines import EngineOptions, collect_options
 from headway.config.layout_choice import RequestedLayout
-from headway.config.layout_request import LayoutRequest
 from headway.config.mesh import Layout
+from headway.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
 

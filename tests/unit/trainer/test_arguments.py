@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
-from headway.trainer.argument_checks import RANGES
-from headway.trainer.legacy import ACCEPTED, NOT_TAKEN
+from headway.trainer.argument_checks import ACCEPTED, NOT_TAKEN, RANGES
 
 
 def refused(**given):

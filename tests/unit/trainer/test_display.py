@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from headway import Trainer, TrainerCallback
-from headway.trainer.display import show_summary
+from headway.trainer.callbacks import show_summary
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy
 
 

@@ -10,9 +10,9 @@ import torch
 
 from headway import EvalPrediction, Trainer, TrainingArguments
 from headway.errors import ConfigError, MetricError
-from headway.trainer.evaluation import metrics as kinds_of_metrics
-from headway.trainer.evaluation.evaluator import per_sample
-from headway.trainer.evaluation.metrics import Accumulated, as_metric, named_metrics
+from headway.trainer import metrics as kinds_of_metrics
+from headway.trainer.evaluation import per_sample
+from headway.trainer.metrics import Accumulated, as_metric, named_metrics
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 

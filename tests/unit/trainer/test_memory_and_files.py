@@ -14,7 +14,7 @@ from headway.tracking.report.looks import kinds
 from headway.tracking.report.tables import headline
 from headway.tracking.runlog import read_run
 from headway.trainer import builder
-from headway.trainer.display import PrinterCallback, ProgressCallback
+from headway.trainer.callbacks import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
 
 # ---------------------------------------------------------------- memory

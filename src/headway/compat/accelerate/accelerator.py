@@ -4,7 +4,7 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +17,16 @@ from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.resume.comparison import Restored
 from headway.common import env
-from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, LiveProjectConfiguration
+from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.constants import DistributedType
-from headway.compat.accelerate.data.batches import convert_to_fp32
-from headway.compat.accelerate.data.exchange import gather_and_cut, is_per_sample
-from headway.compat.accelerate.data.loading import AccelerateRules
-from headway.compat.accelerate.files.checkpoints import Reader, Writer, is_accelerates, newest_in
+from headway.compat.accelerate.data.batches import convert_to_fp32, gather_and_cut, is_per_sample
+from headway.compat.accelerate.data.loaders import AccelerateRules
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.compat.accelerate.prepared import AcceleratedOptimizer, AcceleratedScheduler, CountedWindows, check_scaler
 from headway.compat.accelerate.recipes import usable
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.config.values import KwargsHandler
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, MetricError, UnsupportedError
 from headway.log import get_logger
@@ -76,6 +75,32 @@ def _in_float32(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
 
 def _member(name: str) -> property:
     return property(lambda accelerator: getattr(accelerator._members_of_accelerate, name))
+
+
+class _TakenUp(KwargsHandler):
+    """Mixed in before an Accelerator's own settings, which then take up each assignment to a field.
+
+    Args:
+        now: the settings in force.
+        use: takes all fields after an assignment.
+    """
+
+    _use: Callable[[dict[str, Any]], None]
+
+    def __init__(self, now: KwargsHandler, use: Callable[[dict[str, Any]], None]) -> None:
+        vars(self).update(now.to_dict(), _use=use)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+        self._use(self.to_dict())
+
+
+class LiveDataLoaderConfiguration(_TakenUp, DataLoaderConfiguration):
+    """How loaders that are prepared later split, pad and move batches."""
+
+
+class LiveProjectConfiguration(_TakenUp, ProjectConfiguration):
+    """Where the run keeps its files."""
 
 
 class AccelerateAccelerator(Accelerator):

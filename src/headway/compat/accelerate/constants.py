@@ -1,6 +1,7 @@
 """Accelerate's constants and enumerations: names of files, names of layouts, versions it asks for. Facts, no settings."""
 
 import operator
+from collections.abc import Callable
 from enum import Enum, EnumMeta
 from typing import Any
 
@@ -52,7 +53,7 @@ SAGEMAKER_PYTHON_VERSION = "py38"
 SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 
-STR_OPERATION_TO_FUNC = {
+STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,

@@ -9,8 +9,7 @@ from headway.common import env
 from headway.common.optional import Later
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
 from headway.config.layout_choice import ResolvedLayout
-from headway.config.layout_request import LayoutRequest, TorchContextParallelConfig
-from headway.config.parallelism import ShardingOptions
+from headway.config.parallelism import LayoutRequest, ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError
 
 fsdp = Later("torch.distributed.fsdp")
@@ -310,20 +309,16 @@ class ParallelismConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; give a number of processes, 1 or more")
             setattr(self, name, size)
-        self.cp_backend = self._backend("cp_backend", "torch")
-        self.sp_backend = self._backend("sp_backend", "deepspeed")
+        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if (given := getattr(self, name) or only) != only:
+                raise ConfigError(f"{name}={given!r}; allowed: {only!r}")
+            setattr(self, name, only)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both cut sequences; leave one of them at 1"
             )
         self._make_handlers()
         self._mesh: Any = None
-
-    def _backend(self, name: str, only: str) -> str:
-        given = getattr(self, name) or only
-        if given != only:
-            raise ConfigError(f"{name}={given!r}; allowed: {only!r}")
-        return only
 
     def _make_handlers(self) -> None:
         kinds = {

@@ -6,7 +6,7 @@ are singletons whose instances share one dict; here instances hold nothing that 
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from headway.compat.accelerate.plugins import (
 )
 from headway.config.engines import TorchDynamoPlugin
 from headway.config.load import UNSET, run_setting
-from headway.data.loader import PreparedLoader
+from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
@@ -31,8 +31,6 @@ from headway.runtime.group import engine_of
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.training.run import AcceleratorRun
 from headway.training.windows import AccumulationWindows
-
-Value = TypeVar("Value")
 
 
 def collectives() -> Collectives:
@@ -50,7 +48,7 @@ def _started(options: Mapping[str, Any]) -> Collectives:
     return collectives()
 
 
-class _Shared(Generic[Value]):
+class _Shared:
     """`_shared_state`, which scripts compare with {} to learn whether anything is initialised."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
@@ -68,11 +66,8 @@ def _process_facts() -> dict[str, Any]:
 
 
 def _run_facts() -> dict[str, Any]:
-    return (
-        {}
-        if AcceleratorRun.latest is None
-        else {"_mixed_precision": AcceleratorRun.latest.mixed_precision, **_process_facts()}
-    )
+    latest = AcceleratorRun.latest
+    return {} if latest is None else {"_mixed_precision": latest.mixed_precision, **_process_facts()}
 
 
 def is_initialized() -> bool:
@@ -93,7 +88,7 @@ class PartialState(RankAware):
         backend, init_method, timeout: as for `InitProcessGroupKwargs`.
     """
 
-    _shared_state = _Shared[dict[str, Any]](_process_facts)
+    _shared_state = _Shared(_process_facts)
     _values: ClassVar[dict[str, Any]] = {}
     debug: bool = False  # settable, and changes nothing: every exchange is checked before it moves data
 
@@ -197,7 +192,7 @@ class AcceleratorState(PartialState):
         ConfigError: another precision than the Accelerator's.
     """
 
-    _shared_state = _Shared[dict[str, Any]](_run_facts)
+    _shared_state = _Shared(_run_facts)
     _values: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -291,7 +286,7 @@ class GradientState:
     Without an Accelerator it says what is true before the first micro-batch.
     """
 
-    _shared_state = _Shared[dict[str, Any]](lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
+    _shared_state = _Shared(lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
 
     def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorRun | None = None) -> None:
         self._run = _run or AcceleratorRun.latest
@@ -304,13 +299,14 @@ class GradientState:
         return GradientState, ()
 
     @property
-    def _windows(self) -> AccumulationWindows | None:
-        return None if self._run is None else self._run.accumulation
+    def _windows(self) -> AccumulationWindows:
+        found = None if self._run is None else self._run.accumulation
+        return AccumulationWindows(1, LoaderEvents()) if found is None else found
 
     @property
     def _loader(self) -> PreparedLoader | None:
-        windows = self._windows
-        return windows.active[-1] if windows is not None and windows.active else None
+        active = self._windows.active
+        return active[-1] if active else None
 
     @staticmethod
     def _reset_state() -> None:
@@ -325,7 +321,7 @@ class GradientState:
     @property
     def sync_gradients(self) -> bool:
         """Does the current micro-batch end its window?"""
-        return self._windows is None or self._windows.is_due
+        return self._windows.is_due
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
@@ -333,13 +329,12 @@ class GradientState:
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """False: step() and zero_grad() wait until it is True again or a window opens (windows made by hand)."""
-        if self._windows is not None:
-            self._windows.set_due(sync_gradients)
+        self._windows.set_due(sync_gradients)
 
     @property
     def num_steps(self) -> int:
         """Micro-batches per update."""
-        return 1 if self._windows is None else self._windows.num_steps
+        return self._windows.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -349,7 +344,7 @@ class GradientState:
     @property
     def sync_with_dataloader(self) -> bool:
         """Does a loader's last batch close the window?"""
-        return self._windows is None or self._windows.sync_with_loader
+        return self._windows.sync_with_loader
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
@@ -357,7 +352,7 @@ class GradientState:
         kwargs: dict[str, Any] = {"num_steps": self.num_steps}
         if not self.sync_with_dataloader:
             kwargs["sync_with_dataloader"] = False
-        if self._windows is not None and self._windows.sync_each:
+        if self._windows.sync_each:
             kwargs["sync_each_batch"] = True
         return kwargs
 
@@ -374,7 +369,7 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
         """None and the prepared loaders being iterated over, innermost last."""
-        return [None, *(self._windows.active if self._windows is not None else ())]
+        return [None, *self._windows.active]
 
     @property
     def end_of_dataloader(self) -> bool:

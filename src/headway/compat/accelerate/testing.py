@@ -17,7 +17,7 @@ import torch
 
 from headway.common import env
 from headway.common.optional import available as installed
-from headway.compat.accelerate.data.exchange import gather
+from headway.compat.accelerate.data.batches import gather
 from headway.compat.accelerate.launching import available
 from headway.compat.accelerate.launching.environment import parse_flag_from_env
 from headway.compat.accelerate.state import AcceleratorState, PartialState

@@ -84,20 +84,24 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
         super().finish()
 
 
-class TensorBoardTracker(_Named, TensorBoardAdapter, GeneralTracker):
-    """TensorBoard's, in `logging_dir/run_name`; other arguments are for SummaryWriter."""
-
-    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.run_name, self.logging_dir = run_name, logging_dir
-
-
-class WandBTracker(_Named, WandbAdapter, GeneralTracker):
-    """W&B's, of the project `run_name`; other arguments are for `wandb.init`."""
+class _OfProject(_Named):
+    """Mixed in where the run's name always comes with the constructor."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.run_name = run_name
+
+
+class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
+    """TensorBoard's, in `logging_dir/run_name`; other arguments are for SummaryWriter."""
+
+    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = logging_dir
+
+
+class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
+    """W&B's, of the project `run_name`; other arguments are for `wandb.init`."""
 
     @on_main_process
     def log_table(
@@ -113,28 +117,20 @@ class WandBTracker(_Named, WandbAdapter, GeneralTracker):
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
-class TrackioTracker(_Named, TrackioAdapter, GeneralTracker):
+class TrackioTracker(_OfProject, TrackioAdapter, GeneralTracker):
     """Trackio's, of the project `run_name`; other arguments are for `trackio.init`."""
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.run_name = run_name
 
-
-class CometMLTracker(_Named, CometAdapter, GeneralTracker):
+class CometMLTracker(_OfProject, CometAdapter, GeneralTracker):
     """Comet's, of the project `run_name`; other arguments are for `comet_ml.start`."""
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.run_name = run_name
 
-
-class AimTracker(_Named, AimAdapter, GeneralTracker):
+class AimTracker(_OfProject, AimAdapter, GeneralTracker):
     """Aim's, in the repository `logging_dir`; other arguments are for `aim.Run`."""
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.run_name, self.logging_dir = run_name, logging_dir
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = logging_dir
 
 
 class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
@@ -245,12 +241,8 @@ class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
         self.run_name = run_name
 
 
-class SwanLabTracker(_Named, SwanLabAdapter, GeneralTracker):
+class SwanLabTracker(_OfProject, SwanLabAdapter, GeneralTracker):
     """SwanLab's, of the project `run_name`; other arguments are for `swanlab.init`."""
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.run_name = run_name
 
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {

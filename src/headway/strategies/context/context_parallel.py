@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from headway.config.layout_request import TorchContextParallelConfig
+from headway.config.parallelism import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from headway.config.layout_request import TorchContextParallelConfig
+from headway.config.parallelism import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import check as context_check

@@ -16,9 +16,8 @@ import torch
 from headway.common import scope, traces
 from headway.common.optional import Later
 from headway.config.engines import Float8Options
-from headway.config.layout_request import TorchContextParallelConfig
 from headway.config.mesh import Layout, written
-from headway.config.parallelism import ShardingOptions, TensorParallelOptions
+from headway.config.parallelism import ShardingOptions, TensorParallelOptions, TorchContextParallelConfig
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import StateError
 from headway.log import get_logger

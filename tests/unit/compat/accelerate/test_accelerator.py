@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
-from headway.compat.accelerate.data.loading import AccelerateRules
+from headway.compat.accelerate.data.loaders import AccelerateRules
 from headway.compat.accelerate.state import AcceleratorState
 from headway.launch.stand_in import FOLDER, VERSION
 

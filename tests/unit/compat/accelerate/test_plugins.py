@@ -14,7 +14,7 @@ from headway import Accelerator
 from headway.common import env
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.config.engines import TorchDynamoPlugin
-from headway.config.layout_request import LayoutRequest
+from headway.config.parallelism import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError
 
 

@@ -1,29 +1,18 @@
-"""What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs, their driver, a free port."""
+"""What is installed (the `is_*_available` functions import no package) and what this machine has: GPUs and their driver."""
 
-import operator
-import socket
 import subprocess
 from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
 from headway.common import env
+from headway.compat.accelerate.constants import STR_OPERATION_TO_FUNC
 from headway.errors import ConfigError
 from headway.runtime.device import detect
 from headway.version import __version__
-
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
@@ -49,10 +38,10 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _fulfils(version: str, operation: str, requirement: str) -> bool:
-    if operation not in _OPERATORS:
-        raise ConfigError(f"operation={operation!r}; allowed: {', '.join(_OPERATORS)}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(f"operation={operation!r}; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
     # torch's own class compares as packaging does, which Headway does not depend on.
-    return bool(_OPERATORS[operation](TorchVersion(version), TorchVersion(requirement)))
+    return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), TorchVersion(requirement)))
 
 
 def _installed(distribution: str) -> str:
@@ -327,11 +316,3 @@ def get_current_device_type() -> tuple[str, str]:
     """The kind of accelerator, and Accelerate's word for several of them: ("cuda", "MULTI_GPU"); "cuda" where there is none."""
     kind = detect().kind
     return ("cuda", "MULTI_GPU") if kind in ("cpu", "cuda") else (kind, f"MULTI_{kind.upper()}")
-
-
-def get_free_port() -> int:
-    """A free port on this machine."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-    return port

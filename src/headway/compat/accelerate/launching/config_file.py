@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_key
 from headway.config.launch import SETTINGS, LaunchConfig
-from headway.config.layout_request import LayoutRequest
 from headway.config.load import Value, resolve
+from headway.config.parallelism import LayoutRequest
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
 
@@ -189,16 +189,21 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
-def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
-    """Keys of the layout: what each became is told at once, and decided together when the file has been read."""
+def _entries(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
+    """The keys of a section; none, and a line that says so, where it is empty."""
     if value in _NOTHING:
         made.drop(section, "empty")
-        return
+        return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
+    return value
+
+
+def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
+    """Keys of the layout: what each became is told at once, and decided together when the file has been read."""
     layout = made.layout
     prefix, known, read = LAYOUT_SECTIONS[section]
-    for inner, entry in value.items():
+    for inner, entry in _entries(made, section, value, origin).items():
         path = f"{section}.{inner}"
         name = str(inner).removeprefix(prefix)
         name = _RENAMED_OPTIONS.get(name, name)
@@ -234,12 +239,7 @@ def _translate_type(made: Translation, kind: str, origin: str) -> None:
 
 
 def _translate_section(made: Translation, key: str, value: Any, origin: str) -> None:
-    if value in _NOTHING:
-        made.drop(key, "empty")
-        return
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
-    for inner, entry in value.items():
+    for inner, entry in _entries(made, key, value, origin).items():
         path = f"{key}.{inner}"
         if inner in _COMPILER and entry is not None:
             made.take(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")

@@ -4,7 +4,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import reduce, wraps
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,7 @@ def clear_environment() -> AbstractContextManager[None]:
 
 def purge_accelerate_environment(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: Accelerate's and Headway's variables are restored after the function."""
-
-    @wraps(func)
-    def run(*args: object, **kwargs: object) -> Any:
-        with _as_before():
-            return func(*args, **kwargs)
-
-    return run
+    return _as_before()(func)
 
 
 @contextmanager

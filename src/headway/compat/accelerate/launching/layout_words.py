@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.common import env
 from headway.common.untrusted import shown, whole_number
-from headway.config.launch import OF_DEEPSPEED, WRAPPING
-from headway.config.layout_request import ROTATIONS, LayoutRequest
+from headway.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
+from headway.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

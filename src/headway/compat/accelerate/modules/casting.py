@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.compat.accelerate.constants import DistributedType
+from headway.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, DistributedType
 from headway.compat.accelerate.data.batches import convert_to_fp32
 from headway.compat.accelerate.modules.align import PlacedCopy, write_home
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
 from headway.compat.accelerate.state import AcceleratorState
 from headway.runtime.device import detect
 from headway.weights.names import places_of
-
-_KINDS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
-)  # fmt: skip
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -93,7 +89,7 @@ def attach_layerwise_casting_hooks(
         name, each = waiting.pop()
         if isinstance(each, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
             continue
-        if isinstance(each, _KINDS):
+        if isinstance(each, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(each, hook, append=True)
             continue

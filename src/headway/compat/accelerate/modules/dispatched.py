@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.compat.accelerate.modules.align import AlignDevicesHook
-from headway.compat.accelerate.modules.attach import (
+from headway.compat.accelerate.modules.align import (
+    AlignDevicesHook,
     Hooked,
+    align_module_device,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    has_offloaded_params,
 )
-from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map
+from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, prefixes
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
 from headway.errors import DeviceMapError
+from headway.log import get_logger
 from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
 from headway.offload.placement.budget import Device, check_presence
@@ -31,6 +34,8 @@ from headway.offload.placement.device_map import main_device as main_device_of
 from headway.offload.placement.sizes import Dtype
 from headway.offload.spread import EXECUTION
 from headway.weights.names import places_of
+
+log = get_logger(__name__)
 
 _HOST = ("cpu", "disk")
 Where = Device | torch.device
@@ -209,12 +214,7 @@ def _completed(model: nn.Module, device_map: Any) -> Any:
 
 
 def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
-    return any(prefix in device_map for prefix in _prefixes(name))
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    return any(prefix in device_map for prefix in prefixes(name))
 
 
 def _clear(model: nn.Module) -> None:
@@ -267,3 +267,45 @@ def _hang(shown: Hooked) -> None:
     for module, hook, is_added in shown:
         hook.note_devices(module)
         show_hook(module, hook, append=is_added)
+
+
+# -------------------------------------------------------------------- weights of what was dispatched
+
+
+def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
+    """The weights of a model with offloaded parts, in host memory; tensors without values are left out with a warning."""
+    state: dict[str, Any] = {}
+    missing = set()
+    for path, module in model.named_modules():
+        if not path:
+            continue
+        with align_module_device(module, torch.device("cpu")):
+            for name, value in module.state_dict().items():
+                if value.is_meta:
+                    missing.add(f"{path}.{name}")
+                else:
+                    state[f"{path}.{name}"] = value.to("cpu")
+    if missing - set(state):
+        log.warning("left out, as they have no values: %s", ", ".join(sorted(missing - set(state))))
+    return state
+
+
+def get_state_dict_from_offload(
+    module: torch.nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Put a module's weights into `state_dict` where that has their names; those of an offloaded one come to the device.
+
+    Args:
+        module: whose.
+        module_name: of one of its parameters.
+        state_dict: by full names; changed, and returned.
+        device_to_put_offload: where offloaded weights go.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        values = {f"{root}.{name}": value for name, value in module.state_dict().items()}
+    state_dict.update({name: value for name, value in values.items() if name in state_dict})
+    return state_dict

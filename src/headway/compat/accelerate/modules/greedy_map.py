@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.compat.accelerate.modules.module_parts import get_module_leaves, get_module_size_with_ties
+from headway.compat.accelerate.modules.models import get_module_leaves, get_module_size_with_ties
 from headway.log import get_logger
 from headway.offload.placement import sizes
 from headway.offload.placement.budget import Device, as_device, get_max_memory
@@ -33,6 +33,12 @@ _KEPT = ("torch.uint", "torch.int", "torch.bool")
 def dtype_byte_size(dtype: Any) -> int | float:
     """Bytes of one element; of a truth value an eighth, as Accelerate has it, although torch takes a whole byte."""
     return 1 / 8 if dtype == torch.bool else sizes.dtype_byte_size(dtype)
+
+
+def prefixes(name: str) -> list[str]:
+    """The names of the modules around a tensor or module, from "", the model, to its own."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
 def compute_module_sizes(
@@ -56,9 +62,8 @@ def compute_module_sizes(
         own = dtype_byte_size(tensor.dtype)
         converted = own if width is None or str(tensor.dtype).startswith(_KEPT) else min(width, own)
         size: Any = tensor.numel() * special.get(name, converted)
-        parts = name.split(".")
-        for count in range(len(parts) + 1):
-            found[".".join(parts[:count])] += size
+        for prefix in prefixes(name):
+            found[prefix] += size
     return found
 
 
@@ -262,7 +267,7 @@ class _Greedy:
         found = self._first_that_fits(spare) if spare >= 0 else None
         if found is None:
             return False
-        for parent in _parents(found):
+        for parent in prefixes(found)[1:-1]:
             at = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
             if at is not None:
                 self._queue[at : at + 1] = _children(parent, self._queue[at][1])
@@ -279,8 +284,3 @@ class _Greedy:
             if not self._is_whole(module):
                 search = [*_children(name, module), *search]
         return None
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]

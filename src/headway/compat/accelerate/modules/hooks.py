@@ -104,18 +104,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook: what to attach.
         append: keep the present hook and run this one after it; False replaces it.
     """
-    present = getattr(module, "_hf_hook", None)
+    present, added = getattr(module, "_hf_hook", None), hook
     if present is not None:
         _detach(module)
         if append:
-            hook = SequentialHook(present, hook)
+            hook = SequentialHook(present, added)
         else:
             module = present.detach_hook(module)
-            present = None
-    if present is None:
-        module = hook.init_hook(module)
-    elif isinstance(hook, SequentialHook):
-        module = hook.hooks[-1].init_hook(module)
+    module = added.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
     module._headway_hook = _Attached(module, hook)  # type: ignore[assignment]
     return module

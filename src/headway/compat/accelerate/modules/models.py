@@ -1,6 +1,7 @@
-"""Models for scripts: unwrapping them, setting a tensor by name, and objects and weights in files."""
+"""Models for scripts: unwrapping, naming and measuring their parts, setting tensors, those that share memory, and files."""
 
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 from headway.compat.accelerate.state import collectives
 from headway.errors import ConfigError, UnsupportedError
+from headway.log import get_logger
 from headway.weights.export import save_object
+
+log = get_logger(__name__)
 
 
 def extract_model_from_parallel(
@@ -116,13 +120,14 @@ def set_module_tensor_to_device(
     if old is None:
         raise ConfigError(f"{type(module).__name__} has no parameter or buffer {tensor_name!r}")
     target = torch.device(device)
-    tied = _tied(old if value is None else value, target, tied_params_map)
+    given = old if value is None else value
+    tied = tied_params_map.get(given.data_ptr(), {}).get(target) if tied_params_map else None
     if tied is not None:
         held[name] = tied
         return
     _check(tensor_name, old, target, value)
     with torch.no_grad():
-        new = (old if value is None else value).to(_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
+        new = given.to(_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
         if isinstance(old, nn.Parameter) and (value is not None or new is not old):
             new = type(old)(new.detach(), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -132,16 +137,9 @@ def set_module_tensor_to_device(
 
 
 def _dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    if value is None:
-        return old.dtype
-    if dtype is None:
+    if value is None or dtype is None:
         return old.dtype
     return dtype if value.is_floating_point() or value.is_complex() else value.dtype
-
-
-def _tied(tensor: torch.Tensor, device: torch.device, known: Any) -> torch.Tensor | None:
-    found: torch.Tensor | None = (known or {}).get(tensor.data_ptr(), {}).get(device) if known else None
-    return found
 
 
 def _check(name: str, old: torch.Tensor, device: torch.device, value: torch.Tensor | None) -> None:
@@ -207,3 +205,163 @@ def load_state_dict(checkpoint_file: str | Path, device_map: dict[str, Any] | No
         return load_file(checkpoint_file, device=str(device))
     loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location=device, weights_only=True)
     return loaded
+
+
+# -------------------------------------------------------------------- what scripts ask about a model's parts
+
+
+def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """The names of buffers that state dicts leave out.
+
+    Args:
+        module: whose.
+        recurse: also those of its submodules.
+        fqns: with the submodules' names before them.
+    """
+    own = set(module._non_persistent_buffers_set)
+    if recurse:
+        for path, part in module.named_modules():
+            own |= {f"{path}.{name}" if fqns else name for name in part._non_persistent_buffers_set}
+    return own
+
+
+def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
+    """The names that are not parents of others, "" left out."""
+    names = list(module_sizes)
+    parents = {name.rpartition(".")[0] for name in names}
+    return [name for name in names if name and name not in parents]
+
+
+def is_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Is it a ModuleList of one class?"""
+    return isinstance(module, torch.nn.ModuleList) and len({type(each) for each in module}) == 1
+
+
+def has_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Is there such a list in it?"""
+    return any(is_repeated_blocks(each) for each in module.modules())
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Are they the same, "cuda" being "cuda:0"?"""
+    return first_device.type == second_device.type and (
+        first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+    )
+
+
+def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
+    """The names of the first and the last Linear; None where there is none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
+    """May float8 take this layer: none of `layers_to_filter`, and if Linear, with sizes that 16 divides?"""
+    if isinstance(module, torch.nn.Linear) and (module.in_features % 16 or module.out_features % 16):
+        return False
+    return fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
+    """The same for the first and last Linear of `module` itself; give `filter_linear_layers` names to leave out a model's."""
+    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
+
+
+def has_ao_layers(model: torch.nn.Module) -> bool:
+    """Has torchao converted one of its layers to float8?"""
+    return any(type(each).__module__.startswith("torchao.float8") for each in model.modules())
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, torch.nn.Module]],
+) -> tuple[int, list[str], list[torch.nn.Module]]:
+    """A module's bytes with those of the modules that share parameters with it, and the names and modules of these.
+
+    Args:
+        tied_params: the shared parameters of other modules.
+        module_size: its own bytes.
+        module_sizes: of modules and parameters by name.
+        modules_to_treat: where the others are among.
+    """
+    found = {}
+    for tied in tied_params:  # where Accelerate finds no module, it raises IndexError
+        item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
+        if item is not None:
+            found[tied] = item
+    more = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in found.items())
+    return module_size + more, [name for name, _ in found.values()], [module for _, module in found.values()]
+
+
+def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
+    """Where a module's first parameter is."""
+    return next(iter(parameter.parameters())).device
+
+
+def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
+    """Does a transformers model's configuration tie its embeddings?"""
+    config = getattr(model, "config", None)
+    ties = getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
+    return bool(ties and model.get_output_embeddings() is not None)  # type: ignore[operator]
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of tied parameters that a map puts on different devices."""
+    for names in tied_params:
+        places = {name: _place(name, device_map) for name in names}
+        if len(set(places.values())) > 1:
+            log.warning("tied parameters are on different devices: %s", places)
+
+
+def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def check_os_kernel() -> None:
+    """Nothing: what it warns of is Linux before 5.5, which torch does not run on."""
+
+
+# -------------------------------------------------------------------- tensors that share memory
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """What is the same for tensors over the same memory: device, address, bytes."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict for safetensors: contiguous, one name for each piece of memory; the other names are dropped with a warning."""
+    kept: dict[str, Any] = {}
+    seen: dict[Any, str] = {}
+    left_out = []
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            if value.untyped_storage().nbytes() and seen.setdefault(id_tensor_storage(value), name) != name:
+                left_out.append(name)
+                continue
+            value = value.contiguous()
+        kept[name] = value
+    if left_out:
+        log.warning("left out of the file, as they share the memory of others: %s", ", ".join(sorted(left_out)))
+    return kept
+
+
+def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make each group of names one parameter again: the first that has memory.
+
+    Args:
+        model: the model.
+        tied_params: what `find_tied_parameters` gave before they came apart.
+    """
+    for group in tied_params:
+        places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
+        known = [getattr(module, name, None) for module, name in places]
+        chosen = next((each for each in known if each is not None and not each.is_meta), None)
+        if chosen is not None:
+            for module, name in places:
+                setattr(module, name, chosen)

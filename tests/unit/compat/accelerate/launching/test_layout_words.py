@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from headway.compat.accelerate.launching.layout_words import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, read_fsdp, read_size
 from headway.config.launch import SETTINGS
-from headway.config.layout_request import LayoutRequest
+from headway.config.parallelism import LayoutRequest
 from headway.config.values import from_file
 from headway.errors import ConfigError
 

@@ -12,8 +12,9 @@ from accelerate.utils import other as their_others
 
 import headway
 from headway.compat.accelerate.constants import DistributedType
+from headway.compat.accelerate.data import batches
 from headway.compat.accelerate.launching import available, environment
-from headway.compat.accelerate.modules import casting, module_parts, shared_tensors
+from headway.compat.accelerate.modules import casting, dispatched, models
 
 
 class Net(torch.nn.Module):
@@ -29,31 +30,31 @@ class Net(torch.nn.Module):
 def test_parts():
     net = Net()
     for options in ({}, {"recurse": True}, {"recurse": True, "fqns": True}):
-        one, other = (kind.get_non_persistent_buffers(net, **options) for kind in (their_models, module_parts))
+        one, other = (kind.get_non_persistent_buffers(net, **options) for kind in (their_models, models))
         assert other == one
     names = [name for name, _ in net.named_modules()]
-    assert module_parts.get_module_leaves(names) == their_models.get_module_leaves(names)
+    assert models.get_module_leaves(names) == their_models.get_module_leaves(names)
     for part in net.modules():
-        assert module_parts.is_repeated_blocks(part) == their_others.is_repeated_blocks(part)
-        assert module_parts.has_repeated_blocks(part) == their_others.has_repeated_blocks(part)
+        assert models.is_repeated_blocks(part) == their_others.is_repeated_blocks(part)
+        assert models.has_repeated_blocks(part) == their_others.has_repeated_blocks(part)
     devices = [torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1", "meta")]
     for first in devices:
         for second in devices:
-            one, other = (kind.check_device_same(first, second) for kind in (their_models, module_parts))
+            one, other = (kind.check_device_same(first, second) for kind in (their_models, models))
             assert other == one, (first, second)
 
 
 def test_layers_for_float8():
     net = Net()
-    ends = module_parts.find_first_last_linear_layers(net)
+    ends = models.find_first_last_linear_layers(net)
     assert ends == their_float8.find_first_last_linear_layers(net) == ("first", "mixed.1")
-    assert module_parts.find_first_last_linear_layers(torch.nn.ReLU()) == (None, None)
+    assert models.find_first_last_linear_layers(torch.nn.ReLU()) == (None, None)
     for name, part in net.named_modules():
-        one, other = (kind.filter_linear_layers(part, name, ends) for kind in (their_float8, module_parts))
+        one, other = (kind.filter_linear_layers(part, name, ends) for kind in (their_float8, models))
         assert other == one
-        one, other = (kind.filter_first_and_last_linear_layers(part, name) for kind in (their_float8, module_parts))
+        one, other = (kind.filter_first_and_last_linear_layers(part, name) for kind in (their_float8, models))
         assert other == one
-    assert module_parts.has_ao_layers(net) is False
+    assert models.has_ao_layers(net) is False
 
 
 def test_weights_of_an_offloaded_model():
@@ -61,7 +62,7 @@ def test_weights_of_an_offloaded_model():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     headway.cpu_offload(net, torch.device("cpu"))
-    found = module_parts.get_state_dict_offloaded_model(net)
+    found = dispatched.get_state_dict_offloaded_model(net)
     assert set(found) == set(before)
     assert all(torch.equal(found[name], before[name]) for name in before)
 
@@ -94,7 +95,7 @@ def test_the_plugin_of_a_state():
 
 def test_rows_where_there_may_be_none():
     for data in ({"x": torch.ones(3, 2)}, [], "text", [torch.ones(2)]):
-        assert shared_tensors.ignorant_find_batch_size(data) == their_operations.ignorant_find_batch_size(data)
+        assert batches.ignorant_find_batch_size(data) == their_operations.ignorant_find_batch_size(data)
 
 
 def test_gpus_and_scalers(monkeypatch):

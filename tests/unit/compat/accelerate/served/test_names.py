@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import headway
-from headway.compat.accelerate.served import finder, names
+from headway.compat.accelerate.served import names
 from headway.errors import NotServed
 
 
@@ -80,12 +80,12 @@ def test_commands_and_test_helpers_are_named():
 
 
 def test_the_finder_leaves_other_packages_alone():
-    found = finder.AccelerateFinder("headway", names.MODULES, names.find)
+    found = names.AccelerateFinder("headway", names.MODULES, names.find)
     assert found.find_spec("torch.utils", None) is None
     assert found.find_spec("headwaylike.utils", None) is None
     assert found.find_spec("headway.cli", None) is None
     assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
-    finder.install()
+    names.install()
     assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
 
 

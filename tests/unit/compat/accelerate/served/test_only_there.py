@@ -16,8 +16,10 @@ from accelerate.utils import dataclasses as their_settings
 import headway
 from headway.compat.accelerate import constants, recipes, testing
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
+from headway.compat.accelerate.data import batches
 from headway.compat.accelerate.launching import available
-from headway.compat.accelerate.modules import casting, shared_tensors
+from headway.compat.accelerate.modules import casting, models
+from headway.compat.accelerate.served.names import find_as_accelerate
 from headway.config.values import KwargsHandler
 from headway.errors import HeadwayError, UnsupportedError
 
@@ -114,14 +116,12 @@ def test_shared_tensors_are_left_out_alike(caplog):
         return {"a": weight, "b": weight, "c": weight.t(), "d": torch.ones(2), "e": "text", "f": torch.ones(4)[::2]}
 
     sys.modules["accelerate"].PartialState()  # its log asks for it
-    one, other = (
-        kind.clean_state_dict_for_safetensors(state()) for kind in (sys.modules["accelerate.utils"], shared_tensors)
-    )
+    one, other = (kind.clean_state_dict_for_safetensors(state()) for kind in (sys.modules["accelerate.utils"], models))
     assert list(other) == list(one) == ["a", "d", "e", "f"]
     assert all(not isinstance(each, torch.Tensor) or each.is_contiguous() for each in other.values())
     assert "share the memory of others: b, c" in caplog.text
     tensor = torch.ones(3)
-    assert shared_tensors.id_tensor_storage(tensor) == theirs.modeling.id_tensor_storage(tensor)
+    assert models.id_tensor_storage(tensor) == theirs.modeling.id_tensor_storage(tensor)
 
 
 def test_parameters_are_tied_again():
@@ -130,7 +130,7 @@ def test_parameters_are_tied_again():
         made["one"].weight = torch.nn.Parameter(torch.empty(2, 2, device="meta"))
         return made
 
-    for retie in (theirs.retie_parameters, shared_tensors.retie_parameters):
+    for retie in (theirs.retie_parameters, models.retie_parameters):
         made = model()
         kept = made["two"].weight
         retie(made, [["one.weight", "two.weight"]])
@@ -140,13 +140,13 @@ def test_parameters_are_tied_again():
 
 def test_batches_by_their_shapes():
     batch = {"x": torch.ones(2, 3), "y": [torch.zeros(4, dtype=torch.int64)]}
-    assert shared_tensors.get_shape(batch) == theirs.operations.get_shape(batch) == {"x": [2, 3], "y": [[4]]}
-    made = shared_tensors.initialize_tensors(shared_tensors.get_data_structure(batch))
+    assert batches.get_shape(batch) == theirs.operations.get_shape(batch) == {"x": [2, 3], "y": [[4]]}
+    made = batches.initialize_tensors(batches.get_data_structure(batch))
     assert (made["x"].shape, made["y"][0].dtype) == ((2, 3), torch.int64)
 
 
 def test_the_machine(monkeypatch):
-    assert 1024 <= available.get_free_port() < 65536
+    assert 1024 <= find_as_accelerate("get_free_port")() < 65536
     assert available.get_current_device_type() == theirs.environment.get_current_device_type()
     monkeypatch.setattr(
         available, "_ask", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]

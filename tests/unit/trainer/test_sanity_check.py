@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
 from headway.errors import ConfigError, MetricError
-from headway.trainer.evaluation.sanity_check import MOST_BATCHES, spread_rows
+from headway.trainer.evaluation import MOST_BATCHES, spread_rows
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
 
 EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}

@@ -5,7 +5,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
-from headway.compat.accelerate.data.loading import AccelerateRules, SeededShuffle
+from headway.compat.accelerate.data.loaders import AccelerateRules, SeededShuffle
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents

@@ -1,30 +1,180 @@
-"""The Trainer's methods that compute losses, evaluate and predict, each of which a subclass may override."""
+"""The Trainer's methods that compute losses, evaluate and predict, each of which a subclass may override; small old names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headway.data.loader import PreparedLoader
-from headway.errors import DataError
+from headway.errors import ConfigError, DataError
 from headway.forecasting.pretending import is_forecast
 from headway.runtime.collectives.tree import Tree
 from headway.trainer import builder, results
-from headway.trainer.arguments import TrainingArguments
+from headway.trainer.argument_checks import OTHERWISE, UnknownMembers
 from headway.trainer.callbacks import Events
-from headway.trainer.data import Batch, Collate, Data, EvalData, check_dataset, length_of
-from headway.trainer.evaluation.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
-from headway.trainer.evaluation.metrics import Measure
-from headway.trainer.evaluation.sanity_check import EvaluationSanityCheck
-from headway.trainer.legacy import LegacyMembers, overridden
+from headway.trainer.data import Batch, Collate, Collating, Data, EvalData, check_dataset, drop_columns, length_of
+from headway.trainer.evaluation import EvaluationSanityCheck, Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.loss import call, loss_among, without_loss
+from headway.trainer.metrics import Measure
+from headway.weights.published import copy_files
+
+_NEVER_CALLED = frozenset(
+    """
+    _clip_grad_norm _determine_best_metric _evaluate _finalize_training _finish_current_push _get_dataloader
+    _get_num_items_in_batch _get_output_dir _hp_search_setup _inner_training_loop _load_best_model
+    _load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler
+    _maybe_log_save_evaluate _prepare_for_training _push_from_checkpoint _run_epoch _save_checkpoint
+    _save_optimizer_and_scheduler _save_rng_state _save_scaler _wrap_model create_accelerator_and_postprocess
+    get_batch_samples init_hf_repo set_initial_training_values
+    """.split()  # noqa: SIM905
+)
+"""Methods of transformers' Trainer that an override of would silently do nothing here."""
+
+
+def overridden(kind: type, names: Iterable[str]) -> list[str]:
+    """Which of these methods of the Trainer a subclass has of its own."""
+    theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
+    return sorted(name for name in names if any(name in vars(each) for each in theirs))
+
+
+def check_overrides(kind: type) -> None:
+    """Refuse a subclass whose overrides would never be called.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    found = overridden(kind, _NEVER_CALLED)
+    if found:
+        raise ConfigError(
+            f"{kind.__name__} overrides methods that Headway never calls: {', '.join(found)}; use callbacks, or one of the methods "
+            f"that may be overridden. {OTHERWISE}"
+        )
+
+
+class _Records:
+    """The model card and the arguments, written where a model is published.
+
+    Args:
+        home: has the card.
+        arguments: as JSON.
+    """
+
+    def __init__(self, home: Path, arguments: str) -> None:
+        self._home, self._arguments = home, arguments
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write them."""
+        copy_files(self._home, folder, ["README.md"])
+        (folder / "training_args.json").write_text(self._arguments + "\n")
+
+
+class LegacyMembers(results.FileMethods, UnknownMembers):
+    """Small names that scripts ask of transformers' Trainer, each by what the Trainer has itself."""
+
+    optimizer: Any
+    is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
+    place_model_on_device = True
+
+    @property
+    def model_wrapped(self) -> torch.nn.Module:
+        """The model: it is prepared in its place."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processing class by its old name."""
+        return self.processing_class
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """The run's mixed precision, for a block."""
+        return self.accelerator.autocast()
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """The same: what `training_step` computes the loss in."""
+        return self.accelerator.autocast()
+
+    def get_num_trainable_parameters(self) -> int:
+        """Numbers in parameters that learn."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """Of each group of parameters.
+
+        Raises:
+            ConfigError: there is no optimizer yet.
+        """
+        return [float(group["lr"]) for group in self.get_optimizer_group()]
+
+    def get_optimizer_group(self, param: torch.Tensor | None = None) -> Any:
+        """The groups of parameters, or the one that a parameter is in.
+
+        Raises:
+            ConfigError: there is no optimizer yet.
+        """
+        if self.optimizer is None:
+            raise ConfigError("there is no optimizer before train(); create_optimizer() makes one")
+        groups = self.optimizer.param_groups
+        if param is None:
+            return list(groups)
+        return next((group for group in groups if any(param is each for each in group["params"])), None)
+
+    def is_world_process_zero(self) -> bool:
+        """Is this process rank 0 of all machines?"""
+        return self.accelerator.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        """Is this the first process of its machine?"""
+        return self.accelerator.is_local_main_process
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> str | None:
+        """Upload the model, its config, the processing class, the arguments and a model card to the Hub; every rank calls it.
+
+        The repository is the arguments' `hub_model_id`, or the name of `output_dir`.
+
+        Args:
+            commit_message: the commit's message.
+            blocking: accepted for compatibility; the upload has always ended when this returns.
+            token, revision: None: those of the arguments.
+            kwargs: more for the model card, as for `create_model_card`.
+
+        Returns:
+            The commit's URL on the main process, None elsewhere.
+        """
+        args = self.args
+        self.create_model_card(**kwargs)
+        home = args.folder
+        return self.accelerator.push_to_hub(
+            self.model,
+            args.hub_model_id or home.absolute().name,
+            self.processing_class,
+            _Records(home, args.to_json_string()),
+            private=args.hub_private_repo,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+            commit_message=commit_message or "End of training",
+        )
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics, one a line, from the main process."""
+        if self.accelerator.is_main_process:
+            print(f"***** {split} metrics *****")
+            for name, value in sorted(metrics.items()):
+                print(f"  {name} = {value}")
 
 
 class EvaluationMethods(LegacyMembers):
     """Half of a Trainer: what it does with a batch, without updates."""
 
-    args: TrainingArguments
     data_collator: Collate
     train_dataset: Data | None
     eval_dataset: EvalData | None
@@ -61,8 +211,25 @@ class EvaluationMethods(LegacyMembers):
     def _loader(
         self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
-        return builder.build_loader(
-            self.args, self._signature, dataset, batch_size, self.data_collator, sampler, drop_last
+        """A loader of the batches that the model takes, not yet prepared.
+
+        Args:
+            dataset: the rows, with all of their columns.
+            batch_size: rows of a batch.
+            sampler: their order; None: as they are.
+            drop_last: leave out a last batch with fewer rows.
+        """
+        args, signature = self.args, self._signature
+        labels = {*signature.label_names, "labels", "label", "label_ids"}
+        return DataLoader(
+            drop_columns(dataset, signature.kept, labels),
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=Collating(self.data_collator, signature.kept, signature.loss_of.count, labels),
+            drop_last=drop_last,
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
         )
 
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
@@ -164,7 +331,7 @@ class EvaluationMethods(LegacyMembers):
     def check_evaluation(self) -> None:
         """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
 
-        It leaves no trace in the training (`trainer.evaluation.sanity_check` says what is put back). Streams are not tried, since
+        It leaves no trace in the training (`trainer.evaluation` says what is put back). Streams are not tried, since
         that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_sanity_check=False` switches it off.
         Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.compat.accelerate.files.sharded import (
+from headway.compat.accelerate.sharded import (
     get_parameters_from_modules,
     load_fsdp_model,
     load_fsdp_optimizer,

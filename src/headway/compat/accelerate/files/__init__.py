@@ -1,1 +1,0 @@
-"""Accelerate's checkpoint folders and files of shards."""
