@@ -30,27 +30,18 @@ from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_rng_states
 from headway.runtime.transfers import Readback
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import Choice, TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
-from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, plain, read_run
-from headway.tracking.select import Choice
+from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, leaves, plain, read_run
 
 
-def flatten(values: Mapping[Any, object], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
     """Nested mappings as one, names joined with '/'. Nothing is read from a device.
 
     Args:
         values: a None among them is left out: there was no such value this time.
-        prefix: of the names.
     """
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{name}/")
-        elif value is not None:
-            flat[name] = value
-    return flat
+    return {name: each for name, each in leaves(values) if each is not None and not isinstance(each, Mapping)}
 
 
 def is_loggable(value: object) -> bool:
