@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from headway.common.optional import require
 from headway.config.run import DataLoaderConfiguration
+from headway.data.feeds import BatchFeed
 from headway.data.feeds.dispatch import DispatchFeed
-from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
 from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
@@ -187,11 +187,9 @@ def _loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> t
     if config.use_stateful_dataloader:
         module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")
         return module.StatefulDataLoader  # type: ignore[no-any-return]
-    return (
-        type(loader)
-        if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata.")
-        else DataLoader
-    )
+    if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata."):
+        return type(loader)
+    return DataLoader
 
 
 def _listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.feeds.feed import BatchFeed, State
+from headway.data.feeds import BatchFeed, State
 from headway.data.sampling.position import NOTHING, Position
 from headway.data.sampling.shard import ShardIndex
 from headway.data.transfer import DeviceTransfer

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
+from headway.data.feeds import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import (
     ResumedIndices,
     Seeded,

@@ -23,7 +23,7 @@ from warnings import warn
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
+from headway.data.feeds import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import rebuild
 from headway.data.sampling.order import BaseSeed
 from headway.data.sampling.rng import Agree, DatasetRNGStates, OwnGenerators
@@ -368,9 +368,8 @@ def copy_containers(tree: object) -> Any:
 def is_shardable(dataset: object, count: int) -> bool:
     """Can every one of `count` ranks read shards of its own?"""
     num_shards = getattr(dataset, "num_shards", None)
-    return (
-        count > 1 and isinstance(num_shards, int) and num_shards >= count and callable(getattr(dataset, "shard", None))
-    )
+    has_enough = count > 1 and isinstance(num_shards, int) and num_shards >= count
+    return has_enough and callable(getattr(dataset, "shard", None))
 
 
 class SharedRounds:
@@ -405,15 +404,14 @@ class SharedRounds:
         sources = [rank for rank, row in enumerate(rows) if row[2]]
         if not all(has_part) and 0 < len(sources) < len(rows):
             self._send_spare(sources[0])
+        num_samples = int(sum(max(0, row[1]) for row in rows))
         mine = part if part is not None else self._spare
         if mine is None:  # without any spare this round is one of those that are skipped on resuming
-            return Collated([], [], int(sum(max(0, row[1]) for row in rows)))
+            return Collated([], [], num_samples)
         counts = tuple(max(0, int(row[0])) for row in rows)
-        num_samples = int(sum(max(0, row[1]) for row in rows))
         shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
-        return Collated(
-            mine.batches if part is not None else copy_containers(mine.batches), shares, num_samples, mine.state
-        )
+        batches = mine.batches if part is not None else copy_containers(mine.batches)
+        return Collated(batches, shares, num_samples, mine.state)
 
     def _send_spare(self, source: int) -> None:
         """Give ranks whose shards held nothing at all a batch to copy."""

@@ -30,7 +30,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.data.sampling.rng import read_text, write_text
 from headway.runtime.seed import mix
 from headway.runtime.signals import listened_for, tell

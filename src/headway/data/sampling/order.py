@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from headway.config.run import DataLoaderConfiguration
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.data.loader import PreparedLoader
 from headway.data.sampling.rng import Agree, GlobalGenerators, OwnGenerators, decode, encode, pack_seeded, read_text
 from headway.runtime import seed

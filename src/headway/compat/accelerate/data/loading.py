@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler
 
 from headway.compat.accelerate.data.loaders import ShardRules
 from headway.config.run import DataLoaderConfiguration
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.data.sampling.order import LoaderGenerator, RandomSource, SampleOrder, permutation
 
 
