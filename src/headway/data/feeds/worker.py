@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from headway.data.feeds import State
-from headway.data.sampling.rng import read_text, write_text
+from headway.data.sampling.rng import read_text
 from headway.runtime.seed import mix
 from headway.runtime.signals import listened_for, tell
 
@@ -67,21 +67,20 @@ class SeededIndices(list[Any]):
             yield self[offset]
 
 
-class Seeded:
-    """A single index, or a batch of them, on its way to a worker; it seeds the generators once and arrives as it was.
+class IndexAfter:
+    """A single index, or a batch of them, on its way to a worker; something is called once there, and it arrives as it was.
 
     Args:
         index: whatever the dataset is asked for.
-        stream: the seed of the epoch.
-        position: its first sample's place in the epoch's order.
+        act: a function of a module.
+        value: what it is called with.
     """
 
-    def __init__(self, index: Any, stream: int, position: int) -> None:
-        self.index = index
-        self.seed = mix(stream, position)
+    def __init__(self, index: Any, act: Callable[[Any], None], value: int | str) -> None:
+        self._sent = index, act, value
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrive_alone, (self.index, self.seed)
+        return _arrive_after, self._sent
 
 
 def is_read_one_by_one(dataset: object) -> bool:
@@ -98,8 +97,8 @@ def _arrive(indices: list[Any], stream: int, position: int) -> SeededIndices:
     return SeededIndices(indices, stream, position)
 
 
-def _arrive_alone(index: object, seed: int) -> Any:
-    seed_generators(seed)
+def _arrive_after(index: object, act: Callable[[Any], None], value: int | str) -> Any:
+    act(value)
     return index
 
 
@@ -169,21 +168,6 @@ class WorkerStateCollate:
         return WorkerBatch(batch, moved)
 
 
-class ResumedIndices:
-    """Indices on their way to a worker whose generators are to go on from somewhere; they arrive as they were.
-
-    Args:
-        index: whatever the dataset is asked for.
-        rng_states: as `read_text` read them.
-    """
-
-    def __init__(self, index: Any, rng_states: str) -> None:
-        self.index, self.rng_states = index, rng_states
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _arrive_resumed, (self.index, self.rng_states)
-
-
 class WorkerRNGStates:
     """Where the generators of a pass's workers are, as of the batch last yielded.
 
@@ -245,11 +229,6 @@ class WorkerRNGStates:
         told = state.get("workers", {"streams": (), "num_batches": 0})
         fits = len(told["streams"]) == len(self._rng_states)
         self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
-
-
-def _arrive_resumed(index: object, rng_states: str) -> Any:
-    write_text(rng_states)
-    return index
 
 
 _SETTINGS = [
