@@ -187,12 +187,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             width: characters there is room for; what matters least is left out until the rest fits. None: all of it.
         """
         parts = self._parts()
-        for least in sorted({rank for rank, _ in parts}, reverse=True):
-            text = _SEPARATOR.join(part for _, part in parts)
-            if width is None or len(text) <= width or not least:
-                return text
+        text = _SEPARATOR.join(part for _, part in parts)
+        while width is not None and len(text) > width and (least := max(rank for rank, _ in parts)):
             parts = [(rank, part) for rank, part in parts if rank < least]
-        return _SEPARATOR.join(part for _, part in parts)
+            text = _SEPARATOR.join(part for _, part in parts)
+        return text
 
     def _parts(self) -> list[tuple[int, str]]:
         """Each fact with its rank: 0 stays whatever happens, the highest goes first."""
