@@ -361,7 +361,7 @@ class RunFeed:
             for name, part, image in numbered(images):
                 path = self.runlog.folder / "images" / file_name(name, part, step)
                 if self._try_to_write(partial(write_png, path, image)):
-                    self._write("image", name + part, step, path)
+                    self._write("medium", "image", name + part, step, path)
         self._call_trackers("log_images", images, step=step, by_name=log_kwargs)
 
     def log_artifact(
@@ -369,7 +369,7 @@ class RunFeed:
     ) -> None:
         """A file or folder that belongs to the run; it stays where it is."""
         self._decide_which_run(step)
-        self._write("artifact", name, step, path)
+        self._write("medium", "artifact", name, step, path)
         self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
 
     def event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:

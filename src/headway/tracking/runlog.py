@@ -117,13 +117,9 @@ class RunLog:
         """Append something that happened."""
         self._write("event", step=step, event=name, details=plain(details))
 
-    def image(self, name: str, step: int | None, file: str | Path) -> None:
-        """Append where an image lies."""
-        self._write("image", step=step, name=name, file=self._relative(file))
-
-    def artifact(self, name: str, step: int | None, file: str | Path) -> None:
-        """Append where a file or folder lies."""
-        self._write("artifact", step=step, name=name, file=self._relative(file))
+    def medium(self, kind: str, name: str, step: int | None, file: str | Path) -> None:
+        """Append where an "image", or an "artifact" (a file or folder), lies."""
+        self._write(kind, step=step, name=name, file=Path(os.path.relpath(file, self.folder)).as_posix())
 
     def end(self, summary: Mapping[str, Any] | None = None) -> None:
         """Append that the run is over."""
@@ -133,9 +129,6 @@ class RunLog:
         """Close the file; a second time does nothing."""
         with self._lock:
             self._file.close()
-
-    def _relative(self, file: str | Path) -> str:
-        return Path(os.path.relpath(file, self.folder)).as_posix()
 
     def _write(self, kind: str, **content: Any) -> None:
         if not self.attempt:
