@@ -247,17 +247,12 @@ class MemoryMonitor:
     def summary(self) -> dict[str, float]:
         """Bytes by name, as a tracker takes them: memory/used, memory/reserved, memory/peak, memory/peak_<phase>."""
         highest, now = self.peak, memory_use(self.device)
-        by_phase = {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
-        return {
-            "memory/used": float(now.used),
-            "memory/reserved": float(now.reserved),
-            "memory/peak": float(highest),
-            **by_phase,
-        }
+        found = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
+        return found | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
 
     def _fact(self) -> str:
         highest = self.peak
-        return f"peak {format_bytes(highest)} in {max(self.peaks, key=lambda phase: self.peaks[phase])}"
+        return f"peak {format_bytes(highest)} in {max(self.peaks, key=self.peaks.__getitem__)}"
 
     def __str__(self) -> str:
         highest = self.peak

@@ -234,11 +234,8 @@ class RunRecorder:
 
 
 def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {
-        name: feeding.to_python(value)
-        for name, value in feeding.flatten(summary or {}).items()
-        if feeding.is_loggable(value)
-    }
+    flat = feeding.flatten(summary or {})
+    return {name: feeding.to_python(value) for name, value in flat.items() if feeding.is_loggable(value)}
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:
