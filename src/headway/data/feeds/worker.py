@@ -23,8 +23,9 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -34,6 +35,9 @@ from headway.data.feeds import State
 from headway.data.sampling.rng import read_text
 from headway.runtime.seed import mix
 from headway.runtime.signals import listened_for, tell
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
 
 
 def seed_generators(seed: int) -> None:
@@ -106,38 +110,29 @@ _HEARD = 2.0
 """Seconds in which the rank says that it has heard the same signal."""
 
 
-class SignalEvent(Protocol):
-    """An event among processes: the rank has heard a signal."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it."""
-
-
-class WorkerStart:
-    """A worker_init_fn that makes the worker leave signals to its rank, then calls the user's.
+def start_worker(
+    worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: "Event", worker_id: int
+) -> None:
+    """Make the worker leave signals to its rank, then call the user's own start of a worker.
 
     Args:
         worker_init_fn: the user's, if any.
         signals: those that ask the run to end.
         heard: set by the rank when one of them has come to it.
+        worker_id: as torch counts them.
     """
+    seen: set[int] = set()
 
-    def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: SignalEvent) -> None:
-        self.worker_init_fn, self.signals, self._heard = worker_init_fn, signals, heard
-        self._seen: set[int] = set()
-
-    def __call__(self, worker_id: int) -> None:
-        """In the worker."""
-        for number in self.signals:
-            signal.signal(number, self._leave_to_rank)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
-
-    def _leave_to_rank(self, number: int, frame: FrameType | None) -> None:
-        is_first = number not in self._seen
-        self._seen.add(number)
-        if not (is_first and self._heard.wait(_HEARD)):
+    def leave_to_rank(number: int, frame: FrameType | None) -> None:
+        is_first = number not in seen
+        seen.add(number)
+        if not (is_first and heard.wait(_HEARD)):
             os._exit(0)  # as torch's worker does when its rank ends it
+
+    for number in signals:
+        signal.signal(number, leave_to_rank)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 class WorkerBatch(NamedTuple):
@@ -255,5 +250,5 @@ def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, *
         context = loader.multiprocessing_context or multiprocessing
         heard = context.Event()
         tell(heard.set)
-        settings["worker_init_fn"] = WorkerStart(settings["worker_init_fn"], signals, heard)
+        settings["worker_init_fn"] = partial(start_worker, settings["worker_init_fn"], signals, heard)
     return kind(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})
