@@ -200,10 +200,10 @@ class MappedFeed:
         split, position = self.split, begun.consumed
         goes_on = iter(() if self._rng_states is None else self._rng_states.to_send())
         for chunk, is_last in self._marked(begun):
-            num_samples = split.count_samples(chunk)
+            num_samples = 0
             for rank in self.ranks:
                 indices, counts = split.share(chunk, rank, begun.opening)
-                num_rows = len(indices)
+                num_rows, num_samples = len(indices), sum(counts)
                 if self._is_seeded:
                     indices = self._seeded(indices, seed, position + split.offset(chunk, rank))
                 yield RankBatch(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
