@@ -186,14 +186,8 @@ def _loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> t
 
 
 def _listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
-    batch_sampler = loader.batch_sampler
-    candidates = [
-        loader.sampler,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        loader.dataset,
-        feed.inner.dataset,
-    ]
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    candidates = *samplers, loader.dataset, feed.inner.dataset
     found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
     return list(found.values())
 

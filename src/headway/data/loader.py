@@ -372,10 +372,8 @@ class PreparedLoader(DataLoader[Any]):
             return {"epoch": position.following, "consumed": 0, **({"source": left} if left else {})}
         if not is_brief:
             return self.state_dict()
-        return {
-            **position.state_dict(),
-            "source": self._feed.mark() if position.is_running else self._feed.state(False),
-        }
+        source = self._feed.mark() if position.is_running else self._feed.state(False)
+        return {**position.state_dict(), "source": source}
 
     def load_state_dict(self, state: State) -> None:
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.

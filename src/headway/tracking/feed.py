@@ -46,9 +46,11 @@ def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
 
 def is_loggable(value: object) -> bool:
     """Is it one number or a text?"""
-    if isinstance(value, torch.Tensor | numpy.ndarray):
-        return value.ndim == 0 and not _is_complex(value)
-    return isinstance(value, bool | int | float | str | numpy.number | numpy.bool_) and not _is_complex(value)
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, numpy.ndarray | numpy.number):
+        return value.ndim == 0 and not numpy.iscomplexobj(value)
+    return isinstance(value, bool | int | float | str | numpy.bool_)
 
 
 def to_python(value: object) -> Value:
@@ -67,12 +69,6 @@ def describe(value: object) -> str:
         kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
         return f"{kind} of shape {tuple(value.shape)} and type {value.dtype}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_complex(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_complex()
-    return isinstance(value, numpy.generic | numpy.ndarray) and numpy.iscomplexobj(value)
 
 
 log = get_logger(__name__)
@@ -288,9 +284,8 @@ class RunFeed:
         before = self.before
         if before is None:
             return
-        first = min(
-            (point[0] for points in before.values.values() for point in points if point[0] is not None), default=None
-        )
+        steps = (at for points in before.values.values() for at, _, _ in points if at is not None)
+        first = min(steps, default=None)
         if self._num_at_start:
             last = self._num_at_start
         elif step is not None and first is not None and step > first:
