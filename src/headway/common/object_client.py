@@ -8,6 +8,7 @@ web identity, the machine's role; a profile of ~/.aws where boto3 is installed.
 import importlib
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,14 +24,7 @@ T = TypeVar("T")
 
 RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_REQUEST_TIMEOUT"
 """Variables: seconds for which a request that fails is tried again (120), and seconds for one attempt (60)."""
-_REFUSED = (
-    "ExpiredToken",
-    "InvalidToken",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "AccessDenied",
-)
+_REFUSED = "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
 _LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
 
 
@@ -201,7 +195,7 @@ class ObjectClient:
         if "BadScheme" in text:
             return "its endpoint uses http, without TLS: set AWS_ALLOW_HTTP=true to allow that"
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-        if is_refused or any(word in text for word in _REFUSED):
+        if is_refused or re.search(_REFUSED, text):
             return (
                 f"the credentials were refused ({_short(error)}). They have expired, are wrong, or do not permit this: renew them "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or the machine's role) and start again from the "

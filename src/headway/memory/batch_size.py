@@ -14,6 +14,7 @@ import inspect
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any, Literal, overload
 
 from headway.errors import BatchSizeError, CallError, ConfigError
@@ -31,11 +32,7 @@ STEPS = "gradient_accumulation_steps"
 
 _LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
 
 _Function = Callable[..., Any]
 Reduce = Callable[..., int]
@@ -208,7 +205,7 @@ def _takes_the_size(reduce: Reduce) -> bool:
         parameters = inspect.signature(reduce).parameters.values()
     except ValueError:  # a callable of C without a signature
         return True
-    return any(each.kind in _POSITIONAL and each.default is inspect.Parameter.empty for each in parameters)
+    return any(each.kind in _POSITIONAL and each.default is Parameter.empty for each in parameters)
 
 
 @dataclass(frozen=True)
@@ -343,7 +340,7 @@ def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
 
     run.batch_size = None  # type: ignore[attr-defined]
     shown = [each for each in parameters[1:] if not (plan.keeps_global_batch and each.name == STEPS)]
-    takes_any = bool(parameters) and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    takes_any = bool(parameters) and parameters[0].kind is Parameter.VAR_POSITIONAL
     run.__signature__ = signature if takes_any else signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return run
 
@@ -361,7 +358,7 @@ def _size_first(method: _Function) -> _Function:
     return call
 
 
-def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[inspect.Parameter]) -> None:
+def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
     if not parameters or parameters[0].kind not in _POSITIONAL:
         raise ConfigError(
             f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
@@ -371,7 +368,7 @@ def _check_parameters(plan: _SearchSettings, function: _Function, parameters: li
             f"{_name(function)} is a generator or a coroutine: its body runs after the call has returned, where nobody can call it "
             "again with a smaller size; decorate a plain function that runs to its end"
         )
-    takes_steps = any(each.name == STEPS or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
     if plan.keeps_global_batch and not takes_steps:
         raise ConfigError(
             f"with keep_global_batch=True {_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
