@@ -16,7 +16,7 @@ from headway.checkpoint.resume.arguments import check_load_arguments, check_save
 from headway.checkpoint.resume.checkpoints import Checkpoints, LoadHook, SaveHook
 from headway.checkpoint.resume.comparison import Restored
 from headway.checkpoint.resume.run import RunState
-from headway.common import scope, traces
+from headway.common import callsite, scope
 from headway.common.optional import Later
 from headway.config.engines import (
     ActivationCheckpointing,
@@ -199,7 +199,7 @@ class Accelerator(RankAware):
         strategy: str | None = None,
         on_spike: "str | spike_checks.SpikePolicy | None" = None,
     ) -> None:
-        traces.install(lambda: not is_debugging())
+        scope.own(callsite.Hook).put_in(lambda: not is_debugging())
         origin = caller()
         dynamo = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
@@ -273,7 +273,7 @@ class Accelerator(RankAware):
         self._bypasses = runtime.scope.own(build_bypass_detector)
         self._membership = self._bypasses.join(self._training_step)
         scope.own(EmergencyReserve).fill()
-        scope.own(traces.Hook).add(_use_of_memory)
+        scope.own(callsite.Hook).add(_use_of_memory)
 
     def _build_step(
         self,

@@ -83,7 +83,7 @@ def test_the_package_itself(tmp_path):
 BUDGET = {"xxhash"}
 """Packages beside torch, its own and Python's that come with the Accelerator: only to be made smaller."""
 
-ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "memory.batch_size_search",
+ON_USE = ("checkpoint.resume.preemption", "memory.report", "memory.census", "memory.monitor", "memory.batch_size",
           "tracking.feed", "tracking.runlog", "tracking.progress", "tracking.report", "training.replay", "training.throughput",
           "training.transforms.activation_checkpointing", "training.checks.finite", "offload.dispatch", "cli", "launch.agent",
           "launch.plan", "launch.watch.machine", "launch.watch.judge", "launch.watch.views", "trainer")  # fmt: skip

@@ -16,8 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.common import scope
-from headway.common.callsite import users_line
-from headway.common.traces import Hook, shorten
+from headway.common.callsite import Hook, shorten, users_line
 from headway.errors import HeadwayError
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit

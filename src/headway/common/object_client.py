@@ -8,6 +8,7 @@ web identity, the machine's role; a profile of ~/.aws where boto3 is installed.
 import importlib
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,20 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.common import env, scope
+from headway.common.optional import require
 from headway.errors import ConfigError, ObjectStoreError, OptionalDependencyMissing
 
 T = TypeVar("T")
 
 RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_REQUEST_TIMEOUT"
 """Variables: seconds for which a request that fails is tried again (120), and seconds for one attempt (60)."""
-_REFUSED = (
-    "ExpiredToken",
-    "InvalidToken",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-    "AccessDenied",
-)
+_REFUSED = "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
 _LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
 
 
@@ -53,18 +48,11 @@ class ObjectClient:
     """
 
     def __init__(self, root: str) -> None:
-        try:
-            self._library: Any = importlib.import_module("obstore")
-        except ImportError as error:
-            raise OptionalDependencyMissing(
-                f"{root} needs obstore, which is not installed: pip install 'headway[s3]'"
-            ) from error
+        self._library: Any = require("obstore", f"{root} needs", "headway[s3]")
         self.root = root
         self._kept: dict[str, tuple[bytes, str]] = {}
-        self._retry_seconds, timeout = (
-            _seconds(RETRY_SECONDS, 120.0),
-            timedelta(seconds=_seconds(REQUEST_TIMEOUT, 60.0)),
-        )
+        self._retry_seconds = _seconds(RETRY_SECONDS, 120.0)
+        timeout = timedelta(seconds=_seconds(REQUEST_TIMEOUT, 60.0))
         try:
             self._store = importlib.import_module("obstore.store").from_url(
                 root,
@@ -87,10 +75,10 @@ class ObjectClient:
             return bytes(found.bytes()), str(found.meta["e_tag"])
 
         known = self._kept.get(key)
-        if known is not None and known[1] == self._or_none(
-            lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}"
-        ):
-            return known
+        if known is not None:
+            now = self._or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
+            if known[1] == now:
+                return known
         return self._or_none(act, f"read {key}")
 
     def keep(self, key: str) -> tuple[bytes, str] | None:
@@ -207,7 +195,7 @@ class ObjectClient:
         if "BadScheme" in text:
             return "its endpoint uses http, without TLS: set AWS_ALLOW_HTTP=true to allow that"
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-        if is_refused or any(word in text for word in _REFUSED):
+        if is_refused or re.search(_REFUSED, text):
             return (
                 f"the credentials were refused ({_short(error)}). They have expired, are wrong, or do not permit this: renew them "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or the machine's role) and start again from the "
@@ -217,23 +205,16 @@ class ObjectClient:
         return _short(error) if is_unusable else ""
 
 
-class ObjectClients:
-    """The buckets that this process uses."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], ObjectClient] = {}
-
-    def of(self, root: str) -> ObjectClient:
-        """The one of a root such as "s3://bucket"."""
-        key = root, os.getpid()
-        if key not in self._known:
-            self._known[key] = ObjectClient(root)
-        return self._known[key]
+class _ObjectClients(dict[tuple[str, int], ObjectClient]):
+    """The buckets that this process uses, by their roots and its id, which a fork changes."""
 
 
 def client_of(root: str) -> ObjectClient:
     """This process's client of a root such as "s3://bucket"."""
-    return scope.own(ObjectClients).of(root)
+    known, key = scope.own(_ObjectClients), (root, os.getpid())
+    if key not in known:
+        known[key] = ObjectClient(root)
+    return known[key]
 
 
 def _seconds(name: str, default: float) -> float:

@@ -1,13 +1,20 @@
-"""What may be anybody's, from files, variables and lines: read without a hang or an end of the stack, shown as plain text."""
+"""What may be anybody's, from files, variables and lines: read without a hang or an end of the stack, shown as plain text.
 
+What shows that a line or a value is of this run after all: an HMAC with the run's secret before it, checked before it is read.
+"""
+
+import hmac
 import json
 import os
 import stat
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headway.common import env
 from headway.common.object_path import ObjectPath
-from headway.errors import CheckpointError, HeadwayError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -20,7 +27,7 @@ _KINDS = {
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """What may come of making something of a value that may be anything."""
-_LONGEST = 100
+_MOST_SHOWN = 100
 """Characters of a value that an error shows."""
 
 
@@ -104,7 +111,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of more digits than Python prints, by itself or within
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value too large to print"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def printable(text: object) -> str:
@@ -115,11 +122,100 @@ def printable(text: object) -> str:
 def plain(value: Any) -> Any:
     """What came from outside as JSON: every text in it printable, but for its line breaks and tabs."""
     if isinstance(value, str):
-        return (
-            value
-            if value.isprintable()
-            else "\n".join("\t".join(map(printable, line.split("\t"))) for line in value.split("\n"))
-        )
+        if value.isprintable():
+            return value
+        return "\n".join("\t".join(map(printable, line.split("\t"))) for line in value.split("\n"))
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+SHORTEST, LONGEST = 16, 4096
+"""Bytes of a secret."""
+
+SIZE = 32
+"""Characters of a proof: 128 bits in hexadecimal, so that it fits into a line of text."""
+
+
+def users_secret(file: str | None = None) -> bytes:
+    """The secret that the user gives a run: what the file holds, else HEADWAY_SECRET; empty where there is neither.
+
+    Args:
+        file: of `--secret`; None: not given.
+
+    Raises:
+        ConfigError: the file cannot be read, or the secret is too short to be one.
+    """
+    if file is None:
+        origin, secret = env.SECRET, (env.get(env.SECRET) or "").strip().encode()
+    else:
+        origin = f"--secret {printable(file)}"
+        try:
+            secret = read_regular(Path(file).expanduser(), LONGEST).strip()
+        except CheckpointError as error:
+            raise ConfigError(f"--secret: {error}") from error
+    if (secret or file is not None) and len(secret) < SHORTEST:
+        raise ConfigError(
+            f"the secret of {origin} has {len(secret)} bytes and must have at least {SHORTEST}, such as `openssl rand -hex 16` prints"
+        )
+    return secret
+
+
+class UnsealedCounter:
+    """Counts what was not of this run and so was dropped, and says so once.
+
+    Args:
+        say: takes the sentence.
+
+    Attributes:
+        num_dropped: lines, values and connections so far.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.num_dropped = 0
+
+    def total(self) -> str:
+        """How many in a sentence; empty where the one that was said is all."""
+        if self.num_dropped <= 1:
+            return ""
+        return f"{self.num_dropped} lines, values and connections of others were dropped in all"
+
+    def note(self, what: str) -> None:
+        """Count `what`, such as "a line from 10.0.0.9"."""
+        self.num_dropped += 1
+        if self.num_dropped == 1:
+            self._say(
+                f"{printable(what)} does not prove to be of this run: dropped, as all like it will be (docs/security.md)"
+            )
+
+
+class Seal:
+    """Puts a proof before what this run says, and opens only what has one.
+
+    Args:
+        secret: of the run; with an empty one a proof keeps chance away, and nobody who means it.
+        strangers: counts what has none.
+    """
+
+    def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
+        self._secret = secret
+        self.strangers = strangers
+
+    def derive(self, salt: str) -> str:
+        """A secret of its own for each salt, in hexadecimal."""
+        return hmac.digest(self._secret, salt.encode(), "sha256").hex()
+
+    def close(self, place: str, content: bytes) -> bytes:
+        """The content with its proof; it opens at the same place only."""
+        return self._proof(place, content) + content
+
+    def open(self, place: str, sealed: bytes) -> bytes | None:
+        """What was closed at this place; None for anything else, which whoever asks has to note."""
+        content = sealed[SIZE:]
+        return content if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)) else None
+
+    def _proof(self, place: str, content: bytes) -> bytes:
+        name = place.encode()
+        proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
+        return proof[: SIZE // 2].hex().encode()

@@ -9,12 +9,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from headway.common.optional import require
 from headway.config.run import DataLoaderConfiguration
+from headway.data.feeds import BatchFeed
 from headway.data.feeds.dispatch import DispatchFeed
-from headway.data.feeds.feed import BatchFeed
 from headway.data.feeds.mapped import MappedFeed
 from headway.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.sampling.order import BaseSeed, LoaderGenerator, LoadingRules, RandomSource, SampleOrder
+from headway.data.sampling.order import BaseSeed, LoaderGenerator, LoadingRules, RandomSource, SampleOrder, length_of
 from headway.data.sampling.rng import Agree
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
@@ -100,7 +100,7 @@ class _Recipe:
         kind = _loader_class(self.loader, self.config)
         if self.is_dispatched and self.everyone is not None:
             inner = self._stream(kind) if _is_stream(self.loader) else self._mapped()
-            length = self.everyone.broadcast_object(_length(inner))
+            length = self.everyone.broadcast_object(length_of(inner))
             return DispatchFeed(inner, self.everyone, self.shard, self.is_batched, length)
         if not _is_stream(self.loader):
             feed = self._mapped()
@@ -140,7 +140,7 @@ class _Recipe:
         """Every rank must hold the same data: then no rank can run out before another."""
         if self.everyone is None:
             return
-        lengths = [int(row[0]) for row in self.everyone.gather_numbers([_length(feed.order) or 0])]
+        lengths = [int(row[0]) for row in self.everyone.gather_numbers([length_of(feed.order) or 0])]
         if len(set(lengths)) > 1:
             raise DataError(
                 f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}); give every rank the "
@@ -172,13 +172,6 @@ class _Recipe:
         return batch_size // self.shard.count if self.config.split_batches else batch_size
 
 
-def _length(items: Any) -> int | None:
-    try:
-        return len(items)
-    except TypeError:
-        return None
-
-
 def _is_stream(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
@@ -187,22 +180,14 @@ def _loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> t
     if config.use_stateful_dataloader:
         module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")
         return module.StatefulDataLoader  # type: ignore[no-any-return]
-    return (
-        type(loader)
-        if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata.")
-        else DataLoader
-    )
+    if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata."):
+        return type(loader)
+    return DataLoader
 
 
 def _listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
-    batch_sampler = loader.batch_sampler
-    candidates = [
-        loader.sampler,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        loader.dataset,
-        feed.inner.dataset,
-    ]
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    candidates = *samplers, loader.dataset, feed.inner.dataset
     found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
     return list(found.values())
 

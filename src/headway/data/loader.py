@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.feeds.feed import BatchFeed, State
+from headway.data.feeds import BatchFeed, State
 from headway.data.sampling.position import NOTHING, Position
 from headway.data.sampling.shard import ShardIndex
 from headway.data.transfer import DeviceTransfer
@@ -372,10 +372,8 @@ class PreparedLoader(DataLoader[Any]):
             return {"epoch": position.following, "consumed": 0, **({"source": left} if left else {})}
         if not is_brief:
             return self.state_dict()
-        return {
-            **position.state_dict(),
-            "source": self._feed.mark() if position.is_running else self._feed.state(False),
-        }
+        source = self._feed.mark() if position.is_running else self._feed.state(False)
+        return {**position.state_dict(), "source": source}
 
     def load_state_dict(self, state: State) -> None:
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.

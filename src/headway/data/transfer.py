@@ -10,28 +10,19 @@ A copy waits for nothing that the device has still to compute, and what is compu
 device. Where a kind of device has no second stream or no pinned memory, copies wait as `tensor.to` does.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from headway.runtime.collectives.tree import Tree, map_leaves, move_object, moves_itself, to_device
 
 
-class DeviceTransfer(Protocol):
-    """Brings batches to a device.
+class BlockingTransfer:
+    """The host waits for each copy.
 
     Attributes:
         wants_pinned: batches that lie in pinned memory already are brought sooner.
     """
-
-    wants_pinned: bool
-
-    def __call__(self, batch: Tree) -> Tree:
-        """The batch on the device, or on its way there."""
-
-
-class BlockingTransfer:
-    """The host waits for each copy."""
 
     wants_pinned = False
 
@@ -46,7 +37,8 @@ class BlockingTransfer:
 class SideStreamTransfer:
     """Copies from pinned memory on a side stream; the stream that is current when the batch comes waits for them.
 
-    Objects that move themselves do so on the current stream, since nobody knows which tensors they hold.
+    Objects that move themselves do so on the current stream, since nobody knows which tensors they hold. Batches that lie in
+    pinned memory already are brought sooner.
 
     Args:
         device: where to.
@@ -104,6 +96,10 @@ class SideStreamTransfer:
             return leaf
         pin = getattr(leaf, "pin_memory", None)
         return move_object(pin() if callable(pin) else leaf, self._device, non_blocking=callable(pin))
+
+
+DeviceTransfer = BlockingTransfer | SideStreamTransfer
+"""Brings batches to a device: called with a batch, it gives that on the device, or on its way there."""
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -84,11 +84,11 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: Exception, record: str | None) -> None:
-    from headway.common import scope, traces
+    from headway.common import callsite, scope
     from headway.launch.agent.records import write_record
 
     # An Accelerator has said there what else to tell, such as by what memory was used.
-    note = scope.own(traces.Hook).says(error)
+    note = scope.own(callsite.Hook).says(error)
     is_kept = bool(record) and write_record(Path(str(record)), error, note)
     # The agent prints the first failure's trace for all ranks; a hook of the user's still has its say, but unheard.
     with contextlib.redirect_stderr(io.StringIO()) if is_kept else contextlib.nullcontext():

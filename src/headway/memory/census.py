@@ -5,10 +5,11 @@ tensors no Python name holds. Nothing is unpacked: a checkpoint's hook would com
 """
 
 import gc
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -67,13 +68,10 @@ class TensorCensus:
         """Count a tensor's storage unless it is on another kind of device, or counted already."""
         if tensor is None or tensor.device.type != self.kind:
             return
-        try:
-            storage = tensor.untyped_storage()
-            key = (str(tensor.device), storage.data_ptr())
-        except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
-            return
+        key = _place(tensor)
         if key[1] and key not in self.holdings:
-            self.holdings[key] = LiveStorage(category, storage.nbytes(), tuple(tensor.shape), tensor.dtype, owner)
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.holdings[key] = LiveStorage(category, num_bytes, tuple(tensor.shape), tensor.dtype, owner)
 
 
 def take(kind: str, frames: Iterable[FrameType] = ()) -> TensorCensus:
@@ -180,18 +178,16 @@ def _saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in a value, one level of containers deep."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from (each for each in list(value.values()) if isinstance(each, torch.Tensor))
-    elif isinstance(value, list | tuple):
-        yield from (each for each in value if isinstance(each, torch.Tensor))
+    if isinstance(value, dict):
+        value = list(value.values())
+    parts = value if isinstance(value, list | tuple) else [value]
+    yield from (each for each in parts if isinstance(each, torch.Tensor))
 
 
 def _place(tensor: torch.Tensor) -> tuple[str, int]:
     try:
         return str(tensor.device), tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
         return "", 0
 
 
@@ -205,15 +201,15 @@ def _locals(frames: list[FrameType]) -> Iterator[tuple[tuple[str, int], str]]:
                 yield _place(tensor), f"`{name}` {where}"
 
 
-def frames_of(error: BaseException | None) -> list[FrameType]:
-    """The frames that an error came through, outermost first, with those of its causes."""
-    found: list[FrameType] = []
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came from, what that came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        trace: TracebackType | None = error.__traceback__
-        while trace is not None:
-            found.append(trace.tb_frame)
-            trace = trace.tb_next
+        yield error
         error = error.__cause__ or error.__context__
-    return found
+
+
+def frames_of(error: BaseException) -> list[FrameType]:
+    """The frames that an error came through, outermost first, with those of its causes."""
+    return [frame for each in chain_of(error) for frame, _ in traceback.walk_tb(each.__traceback__)]

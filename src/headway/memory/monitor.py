@@ -22,13 +22,31 @@ from headway.memory.use import device_of, host_peak, memory_use
 from headway.runtime import events
 from headway.runtime.device import HARDWARE, Hardware
 
+psutil = Later("psutil")
+
+
+class PeakMeter(Protocol):
+    """Reads the highest use since its last reset, in bytes."""
+
+    source: str
+
+    def peak(self) -> int:
+        """The highest use since the last reset."""
+
+    def reset(self) -> None:
+        """Start over from the present use."""
+
+    def close(self) -> None:
+        """End what measures."""
+        return  # mostly nothing runs
+
 
 class _Readers(weakref.WeakSet["PeakReader"]):
     """All readers of this process that somebody still holds."""
 
 
-class PeakReader:
-    """The highest use of one device since this reader's own last reset.
+class PeakReader(PeakMeter):
+    """The highest use of one device, by its own allocator, since this reader's own last reset.
 
     A reset takes the allocator's counter back for everybody, so what it held is noted for the other readers first. A script's
     own `torch.cuda.reset_peak_memory_stats()` is not seen here: readers then know what was used since it, and what they noted.
@@ -38,11 +56,13 @@ class PeakReader:
         device: which one; without an index, the current one.
     """
 
+    source = "torch's allocator"
+
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
         self._tell, self._start_over = map(hardware.memory_ability, ("max_memory_allocated", "reset_peak_memory_stats"))
-        current = hardware.ability("current_device")
-        is_whole = device.index is not None or current is None
-        self._device = device if is_whole or current is None else torch.device(device.type, current())
+        if device.index is None and (current := hardware.ability("current_device")) is not None:
+            device = torch.device(device.type, current())
+        self._device = device
         self._noted = 0
         scope.own(_Readers).add(self)
 
@@ -62,45 +82,7 @@ class PeakReader:
         self._noted = 0
 
 
-psutil = Later("psutil")
-
-
-class PeakMeter(Protocol):
-    """Reads the highest use since its last reset, in bytes."""
-
-    source: str
-
-    def peak(self) -> int:
-        """The highest use since the last reset."""
-
-    def reset(self) -> None:
-        """Start over from the present use."""
-
-    def close(self) -> None:
-        """End what measures."""
-
-
-class AllocatorMeter:
-    """A device's own allocator counts its peak."""
-
-    source = "torch's allocator"
-
-    def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._reader = PeakReader(hardware, device)
-
-    def peak(self) -> int:
-        """What tensors held at most."""
-        return self._reader.peak()
-
-    def reset(self) -> None:
-        """Reset the allocator's own counter; Headway's other readers keep what they have seen."""
-        self._reader.reset()
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-class KernelMeter:
+class KernelMeter(PeakMeter):
     """Linux counts the process's peak of resident memory, and lets a process reset its own."""
 
     source = "the kernel's count of resident memory"
@@ -114,11 +96,8 @@ class KernelMeter:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
 
-    def close(self) -> None:
-        """Nothing runs."""
 
-
-class SampledMeter:
+class SampledMeter(PeakMeter):
     """Where nothing counts peaks, a thread looks every few milliseconds; shorter peaks are missed."""
 
     source = "samples of resident memory"
@@ -155,7 +134,7 @@ def choose_meter(device: torch.device) -> PeakMeter:
     """The best meter for a device that works here."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
-        return AllocatorMeter(hardware, device) if hardware.memory_ability("max_memory_allocated") else SampledMeter()
+        return PeakReader(hardware, device) if hardware.memory_ability("max_memory_allocated") else SampledMeter()
     meter = KernelMeter()
     try:
         meter.reset()
@@ -268,17 +247,12 @@ class MemoryMonitor:
     def summary(self) -> dict[str, float]:
         """Bytes by name, as a tracker takes them: memory/used, memory/reserved, memory/peak, memory/peak_<phase>."""
         highest, now = self.peak, memory_use(self.device)
-        by_phase = {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
-        return {
-            "memory/used": float(now.used),
-            "memory/reserved": float(now.reserved),
-            "memory/peak": float(highest),
-            **by_phase,
-        }
+        found = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
+        return found | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
 
     def _fact(self) -> str:
         highest = self.peak
-        return f"peak {format_bytes(highest)} in {max(self.peaks, key=lambda phase: self.peaks[phase])}"
+        return f"peak {format_bytes(highest)} in {max(self.peaks, key=self.peaks.__getitem__)}"
 
     def __str__(self) -> str:
         highest = self.peak

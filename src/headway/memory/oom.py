@@ -46,16 +46,6 @@ class _Counted(dict[torch.device, int]):
     """How many out-of-memory errors each allocator had counted when memory was last given back."""
 
 
-def may_be_memory(text: str) -> bool:
-    """Is this the text of an error that memory often causes?"""
-    return _HINTS.search(text) is not None
-
-
-def is_memory_short() -> bool:
-    """Has an allocator run out since memory was last given back, or does the driver have nearly nothing left?"""
-    return any(_is_short(hardware, device) for hardware, device in _in_use())
-
-
 def start_over() -> None:
     """Memory has been given back: what ran out before says nothing about what comes."""
     counted = scope.own(_Counted)
@@ -64,6 +54,7 @@ def start_over() -> None:
 
 
 def _is_short(hardware: Hardware, device: torch.device) -> bool:
+    """Has its allocator run out since memory was last given back, or does its driver have nearly nothing left?"""
     try:
         now, before = _num_ooms(hardware, device), scope.own(_Counted).get(device, 0)
         if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
@@ -180,7 +171,9 @@ def _says_so(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     said = str(error)
-    return any(text.search(said) for text in _TEXTS) or (may_be_memory(said) and is_memory_short())
+    if any(text.search(said) for text in _TEXTS):
+        return True
+    return _HINTS.search(said) is not None and any(_is_short(hardware, device) for hardware, device in _in_use())
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:

@@ -6,7 +6,9 @@ Which levers would save memory, and about how much, by what a census of live ten
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from headway.common import scope
 from headway.common.callsite import stack
 from headway.common.text import format_bytes, parse_bytes
-from headway.memory.census import CATEGORIES, LiveStorage, TensorCensus, frames_of, take
+from headway.memory.census import CATEGORIES, LiveStorage, TensorCensus, chain_of, frames_of, take
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.memory.use import MemoryUse, memory_use
 from headway.runtime import process
@@ -61,30 +63,24 @@ def find_levers(
         *_device_levers(use, asked),
     ]
     if census.num_graph_scalars > _MANY_LOSSES:
-        found.append(
-            MemorySuggestion(
-                None,
-                f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()",
-            )
-        )
-    return sorted(found, key=lambda lever: -(lever.saves if lever.saves is not None else 1 << 62))
+        kept = f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()"
+        found.append((None, kept))
+    found.sort(key=lambda lever: -(lever[0] if lever[0] is not None else 1 << 62))
+    return [MemorySuggestion(saves, what) for saves, what in found]
 
 
-def _activation_levers(census: TensorCensus, asked: int, frames: list[FrameType]) -> list[MemorySuggestion]:
+_Levers = Iterator[tuple[int | None, str]]
+
+
+def _activation_levers(census: TensorCensus, asked: int, frames: list[FrameType]) -> _Levers:
     # What was asked for in forward or backward is one more activation.
     saved = census.total("saved for backward") + census.total("other tensors") + (0 if _in_optimizer(frames) else asked)
     if saved < _SMALL:
-        return []
+        return
     modules = [module for root in census.roots for module in root.modules()]
-    levers = [
-        MemorySuggestion(
-            saved // 2, "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)"
-        )
-    ]
+    yield saved // 2, "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)"
     if census.total("saved for backward") and modules and not any(module.training for module in modules):
-        levers.append(
-            MemorySuggestion(None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()")
-        )
+        yield None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()"
     depth = max(
         (len(module) for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)), default=1
     )
@@ -93,52 +89,38 @@ def _activation_levers(census: TensorCensus, asked: int, frames: list[FrameType]
         for module in modules
     )
     if depth > 1 and not is_checkpointed:
-        levers.append(MemorySuggestion(saved - saved // depth, "accelerator.checkpoint_activations(model)"))
+        yield saved - saved // depth, "accelerator.checkpoint_activations(model)"
     floats = sum(
         h.num_bytes for h in census.holdings.values() if h.category == "saved for backward" and h.dtype == torch.float32
     )
     if floats > saved // 2:
-        levers.append(MemorySuggestion(floats // 2, "mixed_precision='bf16'"))
-    return levers
+        yield floats // 2, "mixed_precision='bf16'"
 
 
 def _in_optimizer(frames: list[FrameType]) -> bool:
     return any("/torch/optim/" in frame.f_code.co_filename.replace("\\", "/") for frame in frames)
 
 
-def _optimizer_levers(census: TensorCensus, frames: list[FrameType]) -> list[MemorySuggestion]:
-    levers, state, weights = [], census.total("optimizer state"), census.total("parameters")
+def _optimizer_levers(census: TensorCensus, frames: list[FrameType]) -> _Levers:
+    state, weights = census.total("optimizer state"), census.total("parameters")
     names = sorted({type(optimizer).__name__ for optimizer in census.optimizers})
     if state > max(_SMALL, weights):
-        levers.append(MemorySuggestion(state - state // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"))
-        levers.append(MemorySuggestion(state // 2, "torch.optim.SGD with momentum, where it trains as well"))
-    if _in_optimizer(frames):
-        loops = [group for optimizer in census.optimizers for group in optimizer.param_groups if not group.get("fused")]
-        if loops:
-            levers.append(
-                MemorySuggestion(
-                    weights, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()"
-                )
-            )
-    return levers
+        yield state - state // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"
+        yield state // 2, "torch.optim.SGD with momentum, where it trains as well"
+    groups = (group for optimizer in census.optimizers for group in optimizer.param_groups)
+    if _in_optimizer(frames) and not all(group.get("fused") for group in groups):
+        yield weights, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()"
 
 
-def _device_levers(use: MemoryUse, asked: int | None) -> list[MemorySuggestion]:
+def _device_levers(use: MemoryUse, asked: int | None) -> _Levers:
     if use.device == "cpu":
-        return []
-    levers, unused = [], use.reserved - use.used
+        return
+    unused = use.reserved - use.used
     if asked is not None and unused > asked:
-        levers.append(
-            MemorySuggestion(
-                unused, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory"
-            )
-        )
+        yield unused, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory"
     others = use.occupied - use.reserved
     if others > max(1 << 30, use.total // 10):
-        levers.append(
-            MemorySuggestion(others, "another process holds memory on this device; see headway.memory_use().processes")
-        )
-    return levers
+        yield others, "another process holds memory on this device; see headway.memory_use().processes"
 
 
 _NOTE = "_headway_memory_report"
@@ -178,20 +160,18 @@ class MemoryReport:
     def text(self) -> str:
         """The report as people read it."""
         use = self.use
-        what = "the process" if use.device == "cpu" else f"tensors on {use.device}"
-        head = (
-            f"headway: memory ran out on {use.device}" if self.asked is not None else f"headway: memory on {use.device}"
-        )
-        lines = [
-            head + (f": {format_bytes(self.asked)} were asked for" if self.asked is not None else ""),
-            f"  {what} held {format_bytes(use.used)}"
-            + _reserved(use)
-            + f"; all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}",
-        ]
+        is_host = use.device == "cpu"
+        lines = [f"headway: memory on {use.device}"]
+        if self.asked is not None:
+            lines = [f"headway: memory ran out on {use.device}: {format_bytes(self.asked)} were asked for"]
+        what = "the process" if is_host else f"tensors on {use.device}"
+        reserved = "" if is_host else f", torch's allocator {format_bytes(use.reserved)}"
+        occupied = f"all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}"
+        lines.append(f"  {what} held {format_bytes(use.used)}{reserved}; {occupied}")
         lines += [f"    {format_bytes(size):>10}  {name}" for name, size in self.by_category.items() if size]
         unseen = use.used - sum(self.by_category.values())
         if unseen > 0:
-            program = "the program itself, and " if use.device == "cpu" else ""
+            program = "the program itself, and " if is_host else ""
             lines.append(f"    {format_bytes(unseen):>10}  {program}tensors that only C++ holds")
         if self.largest:
             lines.append("  the largest tensors alive:")
@@ -204,10 +184,6 @@ class MemoryReport:
         if not self.is_complete:
             lines.append("  (there was too little memory left to look at everything)")
         return "\n".join(lines)
-
-
-def _reserved(use: MemoryUse) -> str:
-    return "" if use.device == "cpu" else f", torch's allocator {format_bytes(use.reserved)}"
 
 
 def _shape(holding: LiveStorage) -> str:
@@ -254,15 +230,10 @@ def explain(error: BaseException) -> str:
 
 def asked_bytes(error: BaseException) -> int | None:
     """How much the allocator was asked for, where the error or one of its causes says so."""
-    each: BaseException | None = error
-    for _ in range(8):
-        if each is None:
-            return None
+    for each in islice(chain_of(error), 8):
         for pattern in _ASKED:
-            found = pattern.search(str(each))
-            if found is not None:
+            if (found := pattern.search(str(each))) is not None:
                 return parse_bytes(int(found[1]) if found[1].isdecimal() else found[1])
-        each = each.__cause__ or each.__context__
     return None
 
 

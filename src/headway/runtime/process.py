@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
 from headway.common import env, scope
+from headway.common.callsite import Hook
 from headway.common.scope import Scope
-from headway.common.sealing import Seal, UnsealedCounter, users_secret
-from headway.common.traces import Hook
+from headway.common.untrusted import Seal, UnsealedCounter, users_secret
 from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import UNSET, asked_num_processes, promised_device, run_setting
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError

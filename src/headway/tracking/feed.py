@@ -30,34 +30,27 @@ from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_rng_states
 from headway.runtime.transfers import Readback
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import Choice, TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, numbered, write_png
-from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, plain, read_run
-from headway.tracking.select import Choice
+from headway.tracking.runlog import MEASURED, LoggedRun, RunLog, Value, leaves, plain, read_run
 
 
-def flatten(values: Mapping[Any, object], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
     """Nested mappings as one, names joined with '/'. Nothing is read from a device.
 
     Args:
         values: a None among them is left out: there was no such value this time.
-        prefix: of the names.
     """
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{name}/")
-        elif value is not None:
-            flat[name] = value
-    return flat
+    return {name: each for name, each in leaves(values) if each is not None and not isinstance(each, Mapping)}
 
 
 def is_loggable(value: object) -> bool:
     """Is it one number or a text?"""
-    if isinstance(value, torch.Tensor | numpy.ndarray):
-        return value.ndim == 0 and not _is_complex(value)
-    return isinstance(value, bool | int | float | str | numpy.number | numpy.bool_) and not _is_complex(value)
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, numpy.ndarray | numpy.number):
+        return value.ndim == 0 and not numpy.iscomplexobj(value)
+    return isinstance(value, bool | int | float | str | numpy.bool_)
 
 
 def to_python(value: object) -> Value:
@@ -76,12 +69,6 @@ def describe(value: object) -> str:
         kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
         return f"{kind} of shape {tuple(value.shape)} and type {value.dtype}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_complex(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_complex()
-    return isinstance(value, numpy.generic | numpy.ndarray) and numpy.iscomplexobj(value)
 
 
 log = get_logger(__name__)
@@ -297,9 +284,8 @@ class RunFeed:
         before = self.before
         if before is None:
             return
-        first = min(
-            (point[0] for points in before.values.values() for point in points if point[0] is not None), default=None
-        )
+        steps = (at for points in before.values.values() for at, _, _ in points if at is not None)
+        first = min(steps, default=None)
         if self._num_at_start:
             last = self._num_at_start
         elif step is not None and first is not None and step > first:
@@ -370,7 +356,7 @@ class RunFeed:
             for name, part, image in numbered(images):
                 path = self.runlog.folder / "images" / file_name(name, part, step)
                 if self._try_to_write(partial(write_png, path, image)):
-                    self._write("image", name + part, step, path)
+                    self._write("medium", "image", name + part, step, path)
         self._call_trackers("log_images", images, step=step, by_name=log_kwargs)
 
     def log_artifact(
@@ -378,7 +364,7 @@ class RunFeed:
     ) -> None:
         """A file or folder that belongs to the run; it stays where it is."""
         self._decide_which_run(step)
-        self._write("artifact", name, step, path)
+        self._write("medium", "artifact", name, step, path)
         self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
 
     def event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ class TensorBoardAdapter(PackageAdapter):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """The configuration as hyper-parameters, and readable as a text."""
-        flat = {name: each if is_loggable(each) else json.dumps(each) for name, each in leaves(values).items()}
+        flat = {name: each if is_loggable(each) else json.dumps(each) for name, each in leaves(values)}
         self._run.add_hparams(flat, {}, run_name=".")
         self._run.add_text("config", f"```\n{json.dumps(values, indent=2, ensure_ascii=False)}\n```")
         self._run.flush()
@@ -74,6 +74,7 @@ class MLflowAdapter(PackageAdapter):
 
     name = "mlflow"
     installed_by = "headway[trackers]"
+    known_by = ("run_id", "info.run_id")
     active_run = PackageAdapter.tracker
 
     def __init__(
@@ -85,11 +86,6 @@ class MLflowAdapter(PackageAdapter):
     ) -> None:
         super().__init__(**kwargs)
         self._uri, self._experiment, self._run_id = tracking_uri, experiment_name, run_id
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        """The run's id."""
-        return None if self._run is None else {"run_id": self._run.info.run_id}
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or go on with the known one; a run that the script has made active is used as it is."""
@@ -107,7 +103,7 @@ class MLflowAdapter(PackageAdapter):
         before = self._package.get_run(self._run.info.run_id).data.params
         texts = {
             _allowed(name): (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:500]
-            for name, value in leaves(values).items()
+            for name, value in leaves(values)
         }
         new = [(name, text) for name, text in texts.items() if name not in before]
         for first in range(0, len(new), 100):  # as many as one call takes

@@ -68,16 +68,13 @@ class MirroredFolder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Mirrors:
+class _Mirrors(dict[ObjectPath, MirroredFolder]):
     """The folders that this process mirrors, by their places."""
-
-    def __init__(self) -> None:
-        self.known: dict[ObjectPath, MirroredFolder] = {}
 
 
 def local_folder(place: ObjectPath) -> Path:
     """The folder to write a run's files to, which is mirrored there."""
-    known = scope.own(Mirrors).known
+    known = scope.own(_Mirrors)
     if place not in known:
         known[place] = MirroredFolder(place)
     return known[place].folder
@@ -85,9 +82,8 @@ def local_folder(place: ObjectPath) -> Path:
 
 def send_all() -> None:
     """Send what has changed in any of the folders now."""
-    if scope.has(Mirrors):
-        for mirror in scope.own(Mirrors).known.values():
-            mirror.send()
+    for mirror in scope.own(_Mirrors).values():
+        mirror.send()
 
 
 def fetch_file(source: ObjectPath, target: Path) -> bool:

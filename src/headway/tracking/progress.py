@@ -33,13 +33,6 @@ def in_notebook() -> bool:
     return kernel is not None and getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
 
 
-def html(description: str, num_done: int, total: int | None, facts: str) -> str:
-    """The bar as it stands."""
-    bar = f'<progress value="{num_done}" max="{total or 1}" style="width: 200px; vertical-align: middle"></progress>'
-    head = f"{escape(description)} " if description else ""
-    return f'<div style="{_STYLE}">{head}{bar if total else ""} {escape(facts)}</div>'
-
-
 class _Output:
     """A place in the output of the cell that runs, redrawn; front ends that draw no HTML show the text."""
 
@@ -63,15 +56,20 @@ class NotebookBar(_Output):
         super().__init__()
         self._lines: dict[int, tuple[str, str]] = {}
 
-    def show(self, owner: object, description: str, num_done: int, total: int | None, facts: str) -> None:
-        """Draw the owner's bar, in the place where it was drawn before."""
-        text = f"{description}: {facts}" if description else facts
-        self._lines[id(owner)] = html(description, num_done, total, facts), text
+    def show(self, bar: "track[Any]") -> None:
+        """Draw the bar as it stands, in the place where it was drawn before."""
+        facts, moved = bar.facts(), ""
+        if bar.total:
+            size = "width: 200px; vertical-align: middle"
+            moved = f'<progress value="{bar._num_done}" max="{bar.total}" style="{size}"></progress>'
+        head = f"{escape(bar.description)} " if bar.description else ""
+        html = f'<div style="{_STYLE}">{head}{moved} {escape(facts)}</div>'
+        self._lines[id(bar)] = html, f"{bar.description}: {facts}" if bar.description else facts
         self._redraw_lines()
 
-    def remove(self, owner: object) -> None:
-        """Take the owner's bar away."""
-        if self._lines.pop(id(owner), None) is not None:
+    def remove(self, bar: "track[Any]") -> None:
+        """Take the bar away."""
+        if self._lines.pop(id(bar), None) is not None:
             self._redraw_lines()
 
     def _redraw_lines(self) -> None:
@@ -189,12 +187,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             width: characters there is room for; what matters least is left out until the rest fits. None: all of it.
         """
         parts = self._parts()
-        for least in sorted({rank for rank, _ in parts}, reverse=True):
-            text = _SEPARATOR.join(part for _, part in parts)
-            if width is None or len(text) <= width or not least:
-                return text
+        text = _SEPARATOR.join(part for _, part in parts)
+        while width is not None and len(text) > width and (least := max(rank for rank, _ in parts)):
             parts = [(rank, part) for rank, part in parts if rank < least]
-        return _SEPARATOR.join(part for _, part in parts)
+            text = _SEPARATOR.join(part for _, part in parts)
+        return text
 
     def _parts(self) -> list[tuple[int, str]]:
         """Each fact with its rank: 0 stays whatever happens, the highest goes first."""
@@ -234,10 +231,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def _request_values(self) -> None:
         """A drawing is due: it waits until the values' numbers have come from the device, and the loop does not."""
         if self._asked is None:
-            self._asked = {name: Readback(value) for name, value in self._on_device().items()}
-
-    def _on_device(self) -> dict[str, torch.Tensor]:
-        return {n: v for n, v in self._values.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
+            tensors = {name: value for name, value in self._values.items() if isinstance(value, torch.Tensor)}
+            self._asked = {name: Readback(each) for name, each in tensors.items() if each.device.type != "cpu"}
 
     def _read_values(self) -> bool:
         """Take the numbers that were asked for, once all of them are on the host; False: not yet, or nothing is due."""
@@ -356,7 +351,7 @@ class _Cell:
 
     def draw(self, bar: "track[Any]") -> None:
         """Draw the bar again."""
-        self._cells[0].show(bar, bar.description, bar._num_done, bar.total, bar.facts())
+        self._cells[0].show(bar)
 
     def close(self, bar: "track[Any]") -> None:
         """Leave the outermost bar as it stands, and take an inner one away."""

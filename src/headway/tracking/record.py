@@ -14,19 +14,17 @@ from headway.errors import ConfigError, TrackingError
 from headway.log import get_logger
 from headway.runtime import events, pulse
 from headway.runtime.process import ProcessRuntime
-from headway.tracking.base import BlankTracker, Tracker
-from headway.tracking.select import select_trackers
+from headway.tracking.base import BlankTracker, Tracker, select_trackers
+from headway.tracking.pictures import pictures
 from headway.version import __version__
 
 # A run that keeps no record has no use for these.
 if TYPE_CHECKING:
     from headway.tracking import feed as feeding
     from headway.tracking import mirror, runlog
-    from headway.tracking import pictures as drawing
 else:
     feeding = Later("headway.tracking.feed")
     mirror = Later("headway.tracking.mirror")
-    drawing = Later("headway.tracking.pictures")
     runlog = Later("headway.tracking.runlog")
 
 log = get_logger(__name__)
@@ -47,7 +45,7 @@ class RunRecorder:
     Args:
         runtime: this process.
         project: gives where the run keeps its files.
-        log_with: see `headway.tracking.select`.
+        log_with: see `headway.tracking.base`.
         clock: counts updates.
         notes: goes into each checkpoint's manifest: the last step that the script gave itself stands there.
         has_checkpoints: are there automatically named ones that a resume would find?
@@ -144,7 +142,7 @@ class RunRecorder:
         """
         feed = self._feed_or_hint()
         if feed is not None:
-            images = {name: drawing.pictures(value, name) for name, value in values.items()}
+            images = {name: pictures(value, name) for name, value in values.items()}
             feed.log_images(images, self._note_step(step), log_kwargs or {})
 
     def log_artifact(
@@ -236,11 +234,8 @@ class RunRecorder:
 
 
 def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {
-        name: feeding.to_python(value)
-        for name, value in feeding.flatten(summary or {}).items()
-        if feeding.is_loggable(value)
-    }
+    flat = feeding.flatten(summary or {})
+    return {name: feeding.to_python(value) for name, value in flat.items() if feeding.is_loggable(value)}
 
 
 def _as_mapping(config: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -52,6 +52,9 @@ class RunLog:
     Args:
         folder: the run's folder, made where missing. A log that is there is continued.
 
+    Attributes:
+        attempt: the number of this process start in the log: 1 for the first; 0 before `run`.
+
     Raises:
         TrackingError: the folder holds a `log.jsonl` of something else.
         OSError: it cannot be written.
@@ -63,14 +66,9 @@ class RunLog:
         self.path = self.folder / FILE
         self._lock = threading.Lock()
         self._is_torn = False
-        self._attempt = 0
+        self.attempt = 0
         self._num_before = _remove_torn_line(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
-
-    @property
-    def attempt(self) -> int:
-        """The number of this process start in the log: 1 for the first; 0 before `run`."""
-        return self._attempt
 
     def run(
         self,
@@ -93,7 +91,7 @@ class RunLog:
         Returns:
             The attempt: how many process starts the log has, this one included.
         """
-        self._attempt = self._num_before + 1
+        self.attempt = self._num_before + 1
         self._write(
             "run",
             format=FORMAT,
@@ -102,13 +100,13 @@ class RunLog:
             world_size=world_size,
             device=device,
             versions=dict(versions or {}),
-            attempt=self._attempt,
+            attempt=self.attempt,
         )
-        return self._attempt
+        return self.attempt
 
     def reopen(self) -> None:
         """Go on after the `end` of the same process; in place of `run`, where the log has begun."""
-        self._attempt = self._num_before
+        self.attempt = self._num_before
         self._write("reopened")
 
     def values(self, step: int | None, values: Mapping[str, Value]) -> None:
@@ -119,13 +117,9 @@ class RunLog:
         """Append something that happened."""
         self._write("event", step=step, event=name, details=plain(details))
 
-    def image(self, name: str, step: int | None, file: str | Path) -> None:
-        """Append where an image lies."""
-        self._write("image", step=step, name=name, file=self._relative(file))
-
-    def artifact(self, name: str, step: int | None, file: str | Path) -> None:
-        """Append where a file or folder lies."""
-        self._write("artifact", step=step, name=name, file=self._relative(file))
+    def medium(self, kind: str, name: str, step: int | None, file: str | Path) -> None:
+        """Append where an "image", or an "artifact" (a file or folder), lies."""
+        self._write(kind, step=step, name=name, file=Path(os.path.relpath(file, self.folder)).as_posix())
 
     def end(self, summary: Mapping[str, Any] | None = None) -> None:
         """Append that the run is over."""
@@ -136,11 +130,8 @@ class RunLog:
         with self._lock:
             self._file.close()
 
-    def _relative(self, file: str | Path) -> str:
-        return Path(os.path.relpath(file, self.folder)).as_posix()
-
     def _write(self, kind: str, **content: Any) -> None:
-        if not self._attempt:
+        if not self.attempt:
             raise StateError(f"a {kind!r} line came before the 'run' line of {self.path}; call run() first")
         text = json.dumps({"kind": kind, "time": time.time()} | content, ensure_ascii=False, separators=(",", ":"))
         # A lone surrogate (e.g. from a file name) has no UTF-8; its escape is JSON's own.
@@ -185,14 +176,13 @@ def plain(value: Any, depth: int = 0) -> Any:
     return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
 
 
-def leaves(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, their names joined; an empty mapping stays as it is."""
-    flat: dict[str, Any] = {}
+def leaves(values: Mapping[Any, Any], separator: str = "/", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of nested mappings, the names joined; an empty mapping is a value."""
     for name, value in values.items():
-        is_nested = isinstance(value, Mapping) and value
-        more = leaves(value, separator, f"{prefix}{name}{separator}") if is_nested else {f"{prefix}{name}": value}
-        flat.update(more)
-    return flat
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, separator, f"{prefix}{name}{separator}")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _remove_torn_line(path: Path) -> int:
@@ -205,20 +195,16 @@ def _remove_torn_line(path: Path) -> int:
     lines = head.split(b"\n") if newline else []
     opening = b'{"kind":"run"'
     first = next((line for line in lines if line.strip()), tail)
-    if first and not (_is_line(first) or (first is tail and opening.startswith(tail[: len(opening)]))):
+    if first and _parse(first) is None and not (first is tail and opening.startswith(tail[: len(opening)])):
         raise TrackingError(_describe_other_file(path))
     if tail:
-        if _is_line(tail):
+        if _parse(tail) is not None:
             with open(path, "ab", buffering=0) as file:
                 file.write(b"\n")
             lines.append(tail)
         else:
             os.truncate(path, len(data) - len(tail))
     return sum(line.startswith(opening) for line in lines)
-
-
-def _is_line(line: bytes) -> bool:
-    return _parse(line) is not None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

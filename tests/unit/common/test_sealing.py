@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.common.sealing import SIZE, Seal, UnsealedCounter, users_secret
+from headway.common.untrusted import SIZE, Seal, UnsealedCounter, users_secret
 from headway.errors import ConfigError
 
 

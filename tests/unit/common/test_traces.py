@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway import Accelerator
-from headway.common.traces import plain, shorten
+from headway.common.callsite import plain, shorten
 from headway.config.values import from_file
 from headway.errors import PrepareError
 from headway.runtime import process

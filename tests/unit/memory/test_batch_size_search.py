@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway import find_executable_batch_size
 from headway.errors import ConfigError
-from headway.memory.batch_size_search import FirstThatFits, LargestSize, divisors
+from headway.memory.batch_size import FirstThatFits, LargestSize, divisors
 
 
 def run(search, largest):
@@ -74,7 +75,7 @@ def test_a_start_near_the_answer_takes_two_tries(start, largest, tried):
 def test_a_tolerance_is_a_share():
     for wrong in (-0.1, 1, "5%", True):
         with pytest.raises(ConfigError, match="as a share"):
-            LargestSize(8, tolerance=wrong)
+            find_executable_batch_size(search="largest", tolerance=wrong)
 
 
 @given(number=st.integers(1, 5000), largest=st.integers(0, 6000), data=st.data())
@@ -124,11 +125,12 @@ def test_below_zero_is_zero():
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8", True, None])
 def test_sizes_are_checked(bad):
     with pytest.raises(ConfigError, match="starting_batch_size"):
-        FirstThatFits(bad)
-    with pytest.raises(ConfigError, match="max_batch_size"):
-        LargestSize(4, limit=bad)
+        find_executable_batch_size(starting_batch_size=bad)
+    if bad is not None:  # no limit of one's own
+        with pytest.raises(ConfigError, match="max_batch_size"):
+            find_executable_batch_size(starting_batch_size=4, max_batch_size=bad)
 
 
 def test_a_limit_below_the_start_is_refused():
     with pytest.raises(ConfigError, match="below starting_batch_size=8"):
-        LargestSize(8, limit=4)
+        find_executable_batch_size(starting_batch_size=8, search="largest", max_batch_size=4)

@@ -11,7 +11,7 @@ from headway import Accelerator, MemoryMonitor, track
 from headway.common import scope
 from headway.errors import StateError
 from headway.memory import monitor as monitor_file
-from headway.memory.monitor import AllocatorMeter, KernelMeter, SampledMeter, choose_meter
+from headway.memory.monitor import KernelMeter, PeakReader, SampledMeter, choose_meter
 from headway.runtime import events
 from headway.runtime.device import HARDWARE
 
@@ -149,7 +149,7 @@ def test_a_device_counts_by_itself(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
     meter = choose_meter(torch.device("cuda", 1))
-    assert isinstance(meter, AllocatorMeter)
+    assert isinstance(meter, PeakReader)
     meter.reset()
     assert (meter.peak(), calls) == (42, [torch.device("cuda", 1)])
     assert HARDWARE["cuda"].module is Module

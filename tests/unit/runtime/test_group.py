@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process

@@ -13,9 +13,9 @@ from headway import Accelerator, ProjectConfiguration
 from headway.common import optional
 from headway.errors import OptionalDependencyMissing
 from headway.runtime.events import notify
-from headway.tracking import otlp, select
+from headway.tracking import base, otlp
+from headway.tracking.base import select_trackers
 from headway.tracking.runlog import read_run
-from headway.tracking.select import select_trackers
 from tests.unit.tracking.otlp_receiver import listening
 
 CONFIG = {"lr": 0.1, "model": {"layers": [1, 2], "name": "small"}}
@@ -192,7 +192,7 @@ raise SystemExit(3)
 
 
 def test_what_is_missing_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(select, "available", lambda name: optional.available(name) and "otlp" not in name)
+    monkeypatch.setattr(base, "available", lambda name: optional.available(name) and "otlp" not in name)
     with pytest.raises(
         OptionalDependencyMissing,
         match=r"log_with='opentelemetry' needs opentelemetry, which is not installed: pip install 'headway\[otel\]'$",

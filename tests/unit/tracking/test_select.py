@@ -7,8 +7,8 @@ import pytest
 
 from headway import LoggerType, Tracker
 from headway.errors import ConfigError, OptionalDependencyMissing
-from headway.tracking import select
-from headway.tracking.select import select_trackers
+from headway.tracking import base
+from headway.tracking.base import select_trackers
 
 
 class Own(Tracker):
@@ -22,8 +22,8 @@ class Plug(Tracker):
 
 @pytest.fixture
 def plugged(monkeypatch):
-    entry = EntryPoint("plug", f"{__name__}:Plug", select.GROUP)
-    monkeypatch.setattr(select, "entry_points", lambda group: [entry] if group == select.GROUP else [])
+    entry = EntryPoint("plug", f"{__name__}:Plug", base.GROUP)
+    monkeypatch.setattr(base, "entry_points", lambda group: [entry] if group == base.GROUP else [])
 
 
 def names(*args, has_folder=True, **kwargs):
@@ -50,18 +50,18 @@ def test_all_are_those_installed_and_each_once(plugged, monkeypatch):
     own = Own()
     assert names(["all", own]) == ["mlflow", "plug", "tensorboard", "wandb", "own"]
     assert names("all", has_folder=False) == ["mlflow", "plug", "wandb"]
-    monkeypatch.setattr(select, "available", lambda name: name == "wandb")
+    monkeypatch.setattr(base, "available", lambda name: name == "wandb")
     assert names("all") == ["plug", "wandb"]
 
 
 def test_nothing_installed_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(select, "available", lambda name: False)
+    monkeypatch.setattr(base, "available", lambda name: False)
     assert names("all") == []
     assert "pip install 'headway[trackers]'" in caplog.text
 
 
 def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
-    monkeypatch.setattr(select, "available", lambda name: False)
+    monkeypatch.setattr(base, "available", lambda name: False)
     with pytest.raises(
         OptionalDependencyMissing, match=r"log_with='wandb' needs wandb.*pip install 'headway\[trackers\]'"
     ):

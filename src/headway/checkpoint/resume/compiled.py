@@ -15,8 +15,7 @@ import torch
 
 from headway.checkpoint import folders
 from headway.common import env
-from headway.common.sealing import users_secret
-from headway.common.untrusted import read_regular
+from headway.common.untrusted import read_regular, users_secret
 from headway.config.files import default_file
 from headway.errors import CheckpointError
 from headway.log import get_logger

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from headway.data.feeds.feed import UNCOUNTABLE, BatchFeed, Delivery, State
+from headway.data.feeds import UNCOUNTABLE, BatchFeed, Delivery
 from headway.data.feeds.stream import compact
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError
@@ -35,6 +33,12 @@ class DispatchFeed:
         self._feed, self._collectives, self._shard, self._is_batched = feed, collectives, shard, is_batched
         self._length = length
 
+    def __getattr__(self, name: str) -> Any:
+        """All else as the feed has it: sizes, windows, states; every rank draws, so that their streams move on alike."""
+        if name.startswith("_"):  # asked for before there is a feed, as while unpickling
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._feed, name)
+
     @property
     def is_even(self) -> bool:
         """Are last rounds completed?"""
@@ -53,37 +57,14 @@ class DispatchFeed:
     def seed(self, value: int) -> None:
         self._feed.seed = value
 
-    @property
-    def round_size(self) -> int | None:
-        """Samples that all ranks together get per step."""
-        return self._feed.round_size
-
-    @property
-    def step_size(self) -> int | None:
-        """The same by the loader's own settings."""
-        return self._feed.step_size
-
-    def fits_window(self, window: int, num_rounds: int) -> bool:
-        """Can `window` samples be given out in so many rounds?"""
-        return self._feed.fits_window(window, num_rounds)
-
     def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
         """Give them out so from the next pass on; a window of 0: as the loader says."""
         self._feed.keep_window(window, num_rounds, unit)
         if self._length is not None:
             self._length = self._collectives.broadcast_object(len(self._feed))
 
-    @property
-    def inner(self) -> DataLoader[Any]:
-        """The torch loader that reads, on the main process."""
-        return self._feed.inner
-
     def __len__(self) -> int:
         return len(self._feed) if self._length is None else self._length
-
-    def open(self) -> None:
-        """Every rank draws, so that their streams move on alike."""
-        self._feed.open()
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass."""
@@ -96,10 +77,6 @@ class DispatchFeed:
             self._report(error)
             raise
         return self._receive(consumed), self._lead(deliveries)
-
-    def follow(self, epoch: int) -> None:
-        """Nothing: a dispatching feed reads itself."""
-        self._feed.follow(epoch)
 
     def _lead(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
@@ -124,10 +101,8 @@ class DispatchFeed:
             rows = [share.num_rows for share in shares]
             if None in rows:
                 raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
-            real = [
-                num if (share.valid_counts or ())[rank] else 0 for rank, (num, share) in enumerate(zip(rows, shares))
-            ]
-            counts = tuple(num or 0 for num in real)
+            is_real = [(share.valid_counts or ())[rank] > 0 for rank, share in enumerate(shares)]
+            counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
             shares = [share._replace(valid_counts=counts) for share in shares]
         return [(batch, share) for (batch, _), share in zip(parts, shares)]
 
@@ -140,22 +115,6 @@ class DispatchFeed:
 
     def _report(self, error: Exception) -> None:
         self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
-
-    def state(self, is_running: bool) -> State:
-        """What the main process needs to resume."""
-        return self._feed.state(is_running)
-
-    def left(self) -> State:
-        """What the next pass needs of one that was left."""
-        return self._feed.left()
-
-    def mark(self) -> State:
-        """The same, as of a batch that the pass may go back to."""
-        return self._feed.mark()
-
-    def load_state(self, state: State) -> None:
-        """Let the main process go on from that."""
-        self._feed.load_state(state)
 
 
 class Failure(str):

@@ -8,17 +8,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
+from headway.data.feeds import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import (
-    ResumedIndices,
-    Seeded,
+    IndexAfter,
     SeededIndices,
     WorkerRNGStates,
     WorkerStateCollate,
     is_read_one_by_one,
     rebuild,
+    seed_generators,
 )
 from headway.data.sampling.order import BaseSeed, SampleOrder
+from headway.data.sampling.rng import write_text
 from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, WindowSplit, mark_last
 from headway.errors import DataError
 from headway.log import get_logger
@@ -199,10 +200,10 @@ class MappedFeed:
         split, position = self.split, begun.consumed
         goes_on = iter(() if self._rng_states is None else self._rng_states.to_send())
         for chunk, is_last in self._marked(begun):
-            num_samples = split.count_samples(chunk)
+            num_samples = 0
             for rank in self.ranks:
                 indices, counts = split.share(chunk, rank, begun.opening)
-                num_rows = len(indices)
+                num_rows, num_samples = len(indices), sum(counts)
                 if self._is_seeded:
                     indices = self._seeded(indices, seed, position + split.offset(chunk, rank))
                 yield RankBatch(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
@@ -220,14 +221,15 @@ class MappedFeed:
             position += len(chunk)
 
     def _continued(self, indices: Any, rng_states: str | None) -> Any:
-        if rng_states is None:
-            return indices
-        return ResumedIndices(indices, rng_states) if self.is_batched else [ResumedIndices(indices[0], rng_states)]
+        return indices if rng_states is None else self._after(indices, write_text, rng_states)
 
     def _seeded(self, indices: list[Any], seed: int, position: int) -> Any:
-        if not self.is_batched:
-            return [Seeded(index, seed, position) for index in indices]
-        return SeededIndices(indices, seed, position) if self._is_one_by_one else Seeded(indices, seed, position)
+        if self.is_batched and self._is_one_by_one:
+            return SeededIndices(indices, seed, position)
+        return self._after(indices, seed_generators, mix(seed, position))
+
+    def _after(self, indices: list[Any], act: Callable[[Any], None], value: int | str) -> Any:
+        return IndexAfter(indices, act, value) if self.is_batched else [IndexAfter(indices[0], act, value)]
 
     def _deliveries(self, batches: Iterator[Any], handed_out: deque[RankBatch]) -> Iterator[Delivery]:
         recount, rng_states = self._recount, self._rng_states

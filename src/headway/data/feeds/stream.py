@@ -23,7 +23,7 @@ from warnings import warn
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
+from headway.data.feeds import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import rebuild
 from headway.data.sampling.order import BaseSeed
 from headway.data.sampling.rng import Agree, DatasetRNGStates, OwnGenerators
@@ -176,7 +176,8 @@ class StreamFeed:
         self.inner = self._build()
         self._is_stateful = hasattr(self.inner, "state_dict")
         # In workers streams are apart anyway; a loader with a state of its own does not read again.
-        self._lines = None if self._is_stateful or self.inner.num_workers else DatasetRNGStates()
+        self._is_apart = not (self._is_stateful or self.inner.num_workers)
+        self._lines = DatasetRNGStates()  # without any, where the dataset does not draw apart
         self._num_rounds = 0
         self._inner_state: Any = None
         self._loaded: State = {}
@@ -233,8 +234,7 @@ class StreamFeed:
 
     def open(self) -> None:
         """Draw what torch's loader draws when it is iterated."""
-        if self._lines is not None:
-            self._lines.end()
+        self._lines.end()
         self._base_seed.open()
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
@@ -244,8 +244,7 @@ class StreamFeed:
         is_alone = self._own is None and self._own_split.count == 1 and not self._is_shared
         self._base_seed.begin(self.inner, is_given=is_alone)
         self._generators.begin()
-        if self._lines is not None:
-            self._lines.begin()
+        self._lines.begin()
         loaded, self._loaded = self._loaded, {}
         if num_skipped or not consumed:
             loaded = {}
@@ -289,9 +288,9 @@ class StreamFeed:
     def _read(self) -> Iterator[Collated]:
         if self._joins:
             return self._joined(iter(self.inner))
-        if self._lines is None:
+        if not self._is_apart:
             return iter(self.inner)
-        return self._read_apart(self._lines, self._lines.fetch(lambda: iter(self.inner)))
+        return self._read_apart(self._lines.fetch(lambda: iter(self.inner)))
 
     def _joined(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
         while several := list(islice(batches, self._collate.split.count)):
@@ -299,9 +298,9 @@ class StreamFeed:
             if not self._collate.split.drop_last or len(samples) == self._collate.split.round_size:
                 yield self._collate(samples)
 
-    def _read_apart(self, lines: DatasetRNGStates, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _read_apart(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The same batches; what the dataset draws for each comes from lines of its own."""
-        while (collated := lines.fetch(lambda: next(batches, None))) is not None:
+        while (collated := self._lines.fetch(lambda: next(batches, None))) is not None:
             yield collated
 
     def _stamped(self, batches: Iterator[Collated]) -> Iterator[Collated]:
@@ -320,14 +319,13 @@ class StreamFeed:
                     counts = None if share.valid_counts is None else tuple(share.valid_counts)
                     share = share._replace(is_last=is_last, valid_counts=counts)
                 yield batch, share
-        if self._lines is not None:
-            self._lines.end()
+        self._lines.end()
 
     def state(self, is_running: bool) -> State:
         """Rounds read, and the inner loader's own state as it was after the last of them."""
         if not is_running:
-            lines = {} if self._lines is None else self._lines.state()
-            return {**self._loaded, **self._base_seed.state(False), **self._generators.state(False), **lines}
+            began = {**self._base_seed.state(False), **self._generators.state(False)}
+            return {**self._loaded, **began, **self._lines.state()}
         state = self.mark()
         if self._is_stateful:
             state |= {"inner": self._inner_state, "reader": self._reader}
@@ -335,19 +333,18 @@ class StreamFeed:
 
     def mark(self) -> State:
         """Rounds read, without the inner loader's own state, which is that of the batch last read."""
-        began = {**self._base_seed.state(True), **self._generators.state(True)}
-        began |= {} if self._lines is None else self._lines.state()
+        began = {**self._base_seed.state(True), **self._generators.state(True), **self._lines.state()}
         return {**began, "num_rounds": self._num_rounds, "round_size": self.round_size}
 
     def left(self) -> State:
         """What the next pass needs of one that was left."""
-        return {} if self._lines is None else self._lines.left()
+        return self._lines.left()
 
     def load_state(self, state: State) -> None:
         """Go on from that; the inner loader's state serves only who reads the same in rounds of the same size."""
         self._base_seed.load_state(state)
         self._generators.load_state(state)
-        if self._lines is not None:
+        if self._is_apart:
             self._lines.load_state(state)
         self._loaded = {name: value for name, value in state.items() if name in ("num_rounds", "round_size", "inner")}
         is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
@@ -368,9 +365,8 @@ def copy_containers(tree: object) -> Any:
 def is_shardable(dataset: object, count: int) -> bool:
     """Can every one of `count` ranks read shards of its own?"""
     num_shards = getattr(dataset, "num_shards", None)
-    return (
-        count > 1 and isinstance(num_shards, int) and num_shards >= count and callable(getattr(dataset, "shard", None))
-    )
+    has_enough = count > 1 and isinstance(num_shards, int) and num_shards >= count
+    return has_enough and callable(getattr(dataset, "shard", None))
 
 
 class SharedRounds:
@@ -405,15 +401,14 @@ class SharedRounds:
         sources = [rank for rank, row in enumerate(rows) if row[2]]
         if not all(has_part) and 0 < len(sources) < len(rows):
             self._send_spare(sources[0])
+        num_samples = int(sum(max(0, row[1]) for row in rows))
         mine = part if part is not None else self._spare
         if mine is None:  # without any spare this round is one of those that are skipped on resuming
-            return Collated([], [], int(sum(max(0, row[1]) for row in rows)))
+            return Collated([], [], num_samples)
         counts = tuple(max(0, int(row[0])) for row in rows)
-        num_samples = int(sum(max(0, row[1]) for row in rows))
         shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
-        return Collated(
-            mine.batches if part is not None else copy_containers(mine.batches), shares, num_samples, mine.state
-        )
+        batches = mine.batches if part is not None else copy_containers(mine.batches)
+        return Collated(batches, shares, num_samples, mine.state)
 
     def _send_spare(self, source: int) -> None:
         """Give ranks whose shards held nothing at all a batch to copy."""

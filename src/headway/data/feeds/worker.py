@@ -23,17 +23,21 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from headway.data.feeds.feed import State
-from headway.data.sampling.rng import read_text, write_text
+from headway.data.feeds import State
+from headway.data.sampling.rng import read_text
 from headway.runtime.seed import mix
 from headway.runtime.signals import listened_for, tell
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
 
 
 def seed_generators(seed: int) -> None:
@@ -67,21 +71,20 @@ class SeededIndices(list[Any]):
             yield self[offset]
 
 
-class Seeded:
-    """A single index, or a batch of them, on its way to a worker; it seeds the generators once and arrives as it was.
+class IndexAfter:
+    """A single index, or a batch of them, on its way to a worker; something is called once there, and it arrives as it was.
 
     Args:
         index: whatever the dataset is asked for.
-        stream: the seed of the epoch.
-        position: its first sample's place in the epoch's order.
+        act: a function of a module.
+        value: what it is called with.
     """
 
-    def __init__(self, index: Any, stream: int, position: int) -> None:
-        self.index = index
-        self.seed = mix(stream, position)
+    def __init__(self, index: Any, act: Callable[[Any], None], value: int | str) -> None:
+        self._sent = index, act, value
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrive_alone, (self.index, self.seed)
+        return _arrive_after, self._sent
 
 
 def is_read_one_by_one(dataset: object) -> bool:
@@ -98,8 +101,8 @@ def _arrive(indices: list[Any], stream: int, position: int) -> SeededIndices:
     return SeededIndices(indices, stream, position)
 
 
-def _arrive_alone(index: object, seed: int) -> Any:
-    seed_generators(seed)
+def _arrive_after(index: object, act: Callable[[Any], None], value: int | str) -> Any:
+    act(value)
     return index
 
 
@@ -107,38 +110,29 @@ _HEARD = 2.0
 """Seconds in which the rank says that it has heard the same signal."""
 
 
-class SignalEvent(Protocol):
-    """An event among processes: the rank has heard a signal."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it."""
-
-
-class WorkerStart:
-    """A worker_init_fn that makes the worker leave signals to its rank, then calls the user's.
+def start_worker(
+    worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: "Event", worker_id: int
+) -> None:
+    """Make the worker leave signals to its rank, then call the user's own start of a worker.
 
     Args:
         worker_init_fn: the user's, if any.
         signals: those that ask the run to end.
         heard: set by the rank when one of them has come to it.
+        worker_id: as torch counts them.
     """
+    seen: set[int] = set()
 
-    def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: SignalEvent) -> None:
-        self.worker_init_fn, self.signals, self._heard = worker_init_fn, signals, heard
-        self._seen: set[int] = set()
-
-    def __call__(self, worker_id: int) -> None:
-        """In the worker."""
-        for number in self.signals:
-            signal.signal(number, self._leave_to_rank)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
-
-    def _leave_to_rank(self, number: int, frame: FrameType | None) -> None:
-        is_first = number not in self._seen
-        self._seen.add(number)
-        if not (is_first and self._heard.wait(_HEARD)):
+    def leave_to_rank(number: int, frame: FrameType | None) -> None:
+        is_first = number not in seen
+        seen.add(number)
+        if not (is_first and heard.wait(_HEARD)):
             os._exit(0)  # as torch's worker does when its rank ends it
+
+    for number in signals:
+        signal.signal(number, leave_to_rank)
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 class WorkerBatch(NamedTuple):
@@ -167,21 +161,6 @@ class WorkerStateCollate:
         moved = None if rng_states == self._last else rng_states
         self._last = rng_states
         return WorkerBatch(batch, moved)
-
-
-class ResumedIndices:
-    """Indices on their way to a worker whose generators are to go on from somewhere; they arrive as they were.
-
-    Args:
-        index: whatever the dataset is asked for.
-        rng_states: as `read_text` read them.
-    """
-
-    def __init__(self, index: Any, rng_states: str) -> None:
-        self.index, self.rng_states = index, rng_states
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _arrive_resumed, (self.index, self.rng_states)
 
 
 class WorkerRNGStates:
@@ -247,11 +226,6 @@ class WorkerRNGStates:
         self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
 
 
-def _arrive_resumed(index: object, rng_states: str) -> Any:
-    write_text(rng_states)
-    return index
-
-
 _SETTINGS = [
     "collate_fn", "num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "persistent_workers", "in_order",
 ]  # fmt: skip
@@ -276,5 +250,5 @@ def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, *
         context = loader.multiprocessing_context or multiprocessing
         heard = context.Event()
         tell(heard.set)
-        settings["worker_init_fn"] = WorkerStart(settings["worker_init_fn"], signals, heard)
+        settings["worker_init_fn"] = partial(start_worker, settings["worker_init_fn"], signals, heard)
     return kind(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from headway.config.run import DataLoaderConfiguration
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.data.loader import PreparedLoader
 from headway.data.sampling.rng import Agree, GlobalGenerators, OwnGenerators, decode, encode, pack_seeded, read_text
 from headway.runtime import seed
@@ -194,13 +194,6 @@ class PureOrder:
     def __init__(self, items: Sized, is_shuffled: bool, seed: int) -> None:
         self.items, self.is_shuffled, self.seed = items, is_shuffled, seed
 
-    @classmethod
-    def of(cls, sampler: Any, seed: int, is_seedable: bool) -> "PureOrder | None":
-        """The pure order that takes the place of one of torch's samplers; None where there is none."""
-        if type(sampler) is SequentialSampler:
-            return cls(sampler, False, seed)
-        return cls(sampler, True, seed) if is_seedable and is_plain_shuffling(sampler) else None
-
     def reseed(self, seed: int) -> None:
         """Shuffle by this seed from the next epoch on."""
         self.seed = seed
@@ -346,15 +339,15 @@ class SamplerOrder:
 
     def _chunks(self, iterator: Iterator[Any], rng_states: GlobalGenerators, num_taken: int = 0) -> Iterator[Any]:
         # A sampler that is asked for more than it has may draw once more, which an epoch that is left must not.
-        left = max(0, _length(self.sampler) - num_taken)
+        length = length_of(self.sampler)
         while True:
-            wanted = min(_CHUNK, left or 1)
+            wanted = _CHUNK if length is None else min(_CHUNK, max(1, length - num_taken))
             with rng_states:
                 chunk = list(islice(iterator, wanted))
             yield from chunk
             if len(chunk) < wanted:
                 return
-            left = max(0, left - wanted)
+            num_taken += wanted
 
     def state(self, is_running: bool) -> State:
         """What the epoch in progress (else the next one) was drawn from, where seed and epoch do not say it."""
@@ -367,11 +360,12 @@ class SamplerOrder:
         self._loaded_global = state.get("global")
 
 
-def _length(sampler: Any) -> int:
+def length_of(items: Any) -> int | None:
+    """How many there are; None where that is unknown."""
     try:
-        return len(sampler)
+        return len(items)
     except TypeError:
-        return 1 << 62
+        return None
 
 
 @dataclass(frozen=True)
@@ -412,11 +406,10 @@ class LoadingRules:
 
     def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """The order of a sampler: plain shuffling as torch draws it, or by the seed and the epoch; others as they are."""
-        is_seedable = draws.config.is_seedable
-        pure = PureOrder.of(sampler, draws.seed, is_seedable)
-        if pure is not None:
-            return pure
-        if is_plain_shuffling(sampler):
+        is_seedable, is_shuffled = draws.config.is_seedable, is_plain_shuffling(sampler)
+        if type(sampler) is SequentialSampler or (is_shuffled and is_seedable):
+            return PureOrder(sampler, is_shuffled, draws.seed)
+        if is_shuffled:
             return DrawnOrder(sampler, draws.stream, draws.agree)
         return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronised)
 

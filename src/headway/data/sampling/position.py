@@ -2,7 +2,7 @@
 
 import sys
 
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.data.sampling.shard import RankBatch
 from headway.errors import StateError
 
@@ -23,6 +23,7 @@ class Position:
         consumed: real samples of all ranks together that were yielded in it.
         previous: the same before the batch last yielded.
         share: what is known about the batch last yielded.
+        is_running: a pass is in progress, or was left.
         num_passes: begun so far.
         num_over: so many of the next passes are empty: the run that is resumed has made them in its epoch.
         is_stopped: passes end after the batch in hand, and later ones are empty.
@@ -38,17 +39,12 @@ class Position:
         self.is_at_end = False
         self.is_from_start = False
         self.share = NOTHING
-        self._is_begun = False
+        self.is_running = False
         self._is_resuming = False
         self._pinned: int | None = None
         self.num_passes = 0
         self.num_over = 0
         self._left_under: list[BaseException | None] = []
-
-    @property
-    def is_running(self) -> bool:
-        """Is a pass in progress, or was it left?"""
-        return self._is_begun
 
     @property
     def is_left(self) -> bool:
@@ -73,9 +69,9 @@ class Position:
 
     def begin(self) -> int:
         """A pass begins, where the state was loaded, else at the start of an epoch; returns the pass's number."""
-        if self._is_begun:
+        if self.is_running:
             self.finish()
-        self._is_begun, self._is_resuming, self.share = True, False, NOTHING
+        self.is_running, self._is_resuming, self.share = True, False, NOTHING
         self.is_at_end = self.is_from_start = False
         self.num_passes += 1
         return self.num_passes
@@ -87,13 +83,13 @@ class Position:
             number: as `begin` returned it.
             handled: the exception that was being handled then; one that leaves the loop is not handled yet.
         """
-        if self._is_begun and number == self.num_passes and not self.is_stopped:
+        if self.is_running and number == self.num_passes and not self.is_stopped:
             self._left_under = [handled]
 
     def finish(self) -> None:
         """The epoch is over."""
         self.epoch = self.following
-        self.consumed, self._is_begun, self._pinned = 0, False, None
+        self.consumed, self.is_running, self._pinned = 0, False, None
         self._is_resuming = self.is_from_start = False
         self._left_under.clear()
 
@@ -103,7 +99,7 @@ class Position:
         Returns:
             Does a loaded state still hold?
         """
-        if self._is_begun:
+        if self.is_running:
             self._pinned = epoch
         elif not (self._is_resuming and epoch == self.epoch):
             is_resuming, self._is_resuming = self._is_resuming, False
@@ -113,7 +109,7 @@ class Position:
 
     def state_dict(self) -> State:
         """`{"epoch", "consumed"}`, and with its last batch in hand `is_over`."""
-        is_over = self._is_begun and self.share.is_last
+        is_over = self.is_running and self.share.is_last
         return {"epoch": self.epoch, "consumed": self.consumed, **({"is_over": True} if is_over else {})}
 
     def load_state_dict(self, state: State) -> None:
@@ -128,7 +124,7 @@ class Position:
                 f"a loader's state needs epoch and consumed, got {sorted(state)}; pass what its state_dict() returned"
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
-        self._is_begun, self._is_resuming, self._pinned = False, True, None
+        self.is_running, self._is_resuming, self._pinned = False, True, None
         self.is_at_end = state.get("is_over", False) is True
         self.is_stopped, self.is_from_start, self.num_over = False, False, 0
         self._left_under.clear()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from headway.data.feeds.feed import State
+from headway.data.feeds import State
 from headway.runtime import seed
 
 Agree = Callable[[Any], Any]
@@ -83,10 +83,14 @@ class OwnGenerators:
 
 
 class GlobalGenerators:
-    """torch's, Python's and NumPy's global generators as a sampler sees them: swapped in for a block."""
+    """torch's, Python's and NumPy's global generators as a sampler sees them: swapped in for a block.
+
+    Attributes:
+        states: of the three.
+    """
 
     def __init__(self, states: "_States") -> None:
-        self._states, self._outside = states, states
+        self.states, self._outside = states, states
 
     @classmethod
     def seeded(cls, seed: int) -> "GlobalGenerators":
@@ -103,17 +107,12 @@ class GlobalGenerators:
         """Streams that begin where this process's are now."""
         return cls(_read_global())
 
-    @property
-    def states(self) -> "_States":
-        """torch's, Python's and NumPy's."""
-        return self._states
-
     def __enter__(self) -> None:
         self._outside = _read_global()
-        _write_global(self._states)
+        _write_global(self.states)
 
     def __exit__(self, *_: object) -> None:
-        self._states = _read_global()
+        self.states = _read_global()
         _write_global(self._outside)
 
 
@@ -233,9 +232,8 @@ def _read_global() -> _States:
 
 
 def _write_global(states: _States) -> None:
-    seed.write_torch(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
+    for write, state in zip(_WRITE, states):
+        write(state)
 
 
 Result = TypeVar("Result")

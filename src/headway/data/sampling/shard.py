@@ -126,10 +126,6 @@ class SampleSplit:
         """How far into the round `rank`'s samples begin."""
         return rank * self._size_in(samples)
 
-    def count_samples(self, samples: Sequence[object]) -> int:
-        """Real samples of a round."""
-        return len(samples)
-
 
 @dataclass(frozen=True)
 class BatchSplit:
@@ -193,10 +189,6 @@ class BatchSplit:
     def offset(self, batches: list[list[Any]], rank: int) -> int:
         """How far into the round `rank`'s samples begin."""
         return sum(map(len, self._pieces(batches)[:rank]))
-
-    def count_samples(self, batches: list[list[Any]]) -> int:
-        """Real samples of a round."""
-        return sum(map(len, batches))
 
     def _pieces(self, batches: list[list[Any]]) -> list[list[Any]]:
         if not self.is_split:
@@ -313,10 +305,6 @@ class WindowSplit:
     def offset(self, samples: Sequence[Any], rank: int) -> int:
         """How far into the round `rank`'s samples begin."""
         return rank * len(samples) // self.count
-
-    def count_samples(self, samples: Sequence[object]) -> int:
-        """Real samples of a round."""
-        return len(samples)
 
 
 def _part(length: int, index: int, count: int) -> slice:

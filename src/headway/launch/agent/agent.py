@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from headway.common.sealing import Seal, UnsealedCounter, users_secret
+from headway.common.untrusted import Seal, UnsealedCounter, users_secret
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
 from headway.launch.agent import endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel

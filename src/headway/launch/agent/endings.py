@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
+from headway.common.callsite import plain, shorten_crash
 from headway.common.text import ranges
-from headway.common.traces import plain, shorten_crash
 from headway.errors import PREEMPTED
 from headway.launch.agent.records import RankExit
 from headway.launch.watch import judge

@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
-from headway.common.sealing import Seal
-from headway.common.untrusted import plain
+from headway.common.untrusted import Seal, plain
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit
 from headway.runtime.control_plane.store import (

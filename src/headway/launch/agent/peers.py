@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from headway.common.sealing import Seal
-from headway.common.untrusted import plain
+from headway.common.untrusted import Seal, plain
 from headway.runtime.control_plane.listening import listen
 
 BEAT = 1.0

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
-from headway.common.callsite import users_line
-from headway.common.traces import plain, shorten
+from headway.common.callsite import plain, shorten, users_line
 from headway.errors import PREEMPTED
 from headway.log import is_debugging
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from headway.common import env
-from headway.common.sealing import Seal
+from headway.common.untrusted import Seal
 from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import run_setting
 from headway.errors import LaunchError

@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from headway.common.callsite import call_site
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.errors import CollectiveError, ConfigError, ControlPlaneError
 from headway.log import get_logger
 from headway.runtime import process, pulse

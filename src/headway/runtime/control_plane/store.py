@@ -27,9 +27,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from headway.common import env
-from headway.common.sealing import Seal, UnsealedCounter
 from headway.common.text import listed
-from headway.common.untrusted import parse_json, plain, printable, shown
+from headway.common.untrusted import Seal, UnsealedCounter, parse_json, plain, printable, shown
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
 from headway.runtime.control_plane.listening import listen

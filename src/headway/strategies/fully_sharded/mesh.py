@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headway.common import scope, traces
+from headway.common import callsite, scope
 from headway.common.optional import Later
 from headway.config.engines import Float8Options
 from headway.config.mesh import Layout, written
@@ -147,7 +147,7 @@ class MeshStrategy(Strategy):
         self._has_left = False
         collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
-        scope.own(traces.Hook).add(dtensors.explain)
+        scope.own(callsite.Hook).add(dtensors.explain)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""

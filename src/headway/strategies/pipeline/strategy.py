@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.common import scope, traces
+from headway.common import callsite, scope
 from headway.config.mesh import Layout, written
 from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
@@ -65,7 +65,7 @@ class PipelineStrategy(Strategy):
         self, collectives: Collectives, layout: Layout, options: PipelineOptions, spread: "MeshStrategy | None" = None
     ) -> None:
         super().__init__(collectives)
-        scope.own(traces.Hook).add(dtensors.explain)
+        scope.own(callsite.Hook).add(dtensors.explain)
         self.layout = layout
         self.name = written(dict.fromkeys(layout.sizes))
         self._spread = spread

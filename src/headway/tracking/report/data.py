@@ -293,7 +293,8 @@ def _load_run(path: Path, label: str) -> RunData:
     began, last = min(moments, default=0.0), max(moments, default=0.0)
     place = _StepAxis(run.values.values(), began)
     known = run.starts, began, last - began, run.is_ended, _is_torn(path), run.damaged
-    data = RunData(label, path, run.project, leaves(run.config, "."), *known, summary=leaves(run.summary or {}, "."))
+    config, summary = dict(leaves(run.config, ".")), dict(leaves(run.summary or {}, "."))
+    data = RunData(label, path, run.project, config, *known, summary=summary)
     data.has_steps, data.silent_for = place.has_steps, max(0.0, time.time() - last)
     for name, found in (run.measured | run.values).items():
         if points := place.points(found):

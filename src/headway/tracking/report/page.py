@@ -120,15 +120,12 @@ def _render_legend(panel: Panel, runs: Sequence[RunData]) -> str:
         labels.setdefault(line.label, line)
     if len(labels) < 2:
         return ""
-    return (
-        '<span class="keys">'
-        + "".join(
-            f'<span class="key {f"c{looks.colour(line.colour)}" if len(runs) == 1 else "grey"}">'
-            f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
-            for label, line in labels.items()
-        )
-        + "</span>"
+    keys = "".join(
+        f'<span class="key {f"c{looks.colour(line.colour)}" if len(runs) == 1 else "grey"}">'
+        f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
+        for label, line in labels.items()
     )
+    return f'<span class="keys">{keys}</span>'
 
 
 def _render_footer() -> str:

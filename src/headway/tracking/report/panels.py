@@ -99,11 +99,8 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
     roles = {name: role(name) for name in names}
     found = []
     for panel, known in _KNOWN:
-        labels = {
-            name: "training" if panel.title == "Loss" else ""
-            for name in names
-            if roles[name] in [("", word) for word in known]
-        }
+        own = "training" if panel.title == "Loss" else ""
+        labels = {name: own for name, (kind, rest) in roles.items() if not kind and rest in known}
         if panel.title == "Loss":
             labels |= {name: kind for name, (kind, rest) in roles.items() if kind and rest == "loss"}
         found.append(replace(panel, lines=drawn.lines(labels)))

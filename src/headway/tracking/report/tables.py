@@ -291,12 +291,10 @@ def settings(runs: Sequence[RunData]) -> str:
             + "".join(_render_cell(None if value is None else Fact(name, value)) for value in values)
             for name, values in differences(runs)
         ]
-        table = _render_table(f"<th>Setting</th>{_render_run_columns(runs)}", rows)
-        shown = (
-            f'<div class="card scroll">{table}</div>'
-            if rows
-            else '<p class="about">The runs were configured alike.</p>'
-        )
+        shown = '<p class="about">The runs were configured alike.</p>'
+        if rows:
+            table = _render_table(f"<th>Setting</th>{_render_run_columns(runs)}", rows)
+            shown = f'<div class="card scroll">{table}</div>'
         parts.append(f"<section><h2>Differences</h2>{shown}</section>")
     for index, run in enumerate(runs):
         name = f"{swatch(index)}{escape(run.label)}" if len(runs) > 1 else "Run"

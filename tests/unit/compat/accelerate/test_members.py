@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
-from headway.common.traces import shorten
+from headway.common.callsite import shorten
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.collectives.ranks import generator_names
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from headway.data.feeds.worker import Seeded, SeededIndices, is_read_one_by_one
+from headway.data.feeds.worker import IndexAfter, SeededIndices, is_read_one_by_one, seed_generators
+from headway.runtime.seed import mix
 from tests.unit.data.fakes import Numbers
 
 
@@ -50,7 +51,7 @@ def test_sending_leaves_the_parents_streams_alone():
     indices = SeededIndices([1, 2], 5, 0)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     pickle.dumps(indices)
-    pickle.dumps(Seeded(3, 5, 0))
+    pickle.dumps(IndexAfter(3, seed_generators, mix(5, 0)))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
 
@@ -65,7 +66,7 @@ def test_a_batch_that_is_read_without_iterating_is_seeded_on_arrival():
 
 
 def test_a_single_index_arrives_bare_and_seeds():
-    sent = pickle.dumps(Seeded("key", 5, 40))
+    sent = pickle.dumps(IndexAfter("key", seed_generators, mix(5, 40)))
     assert pickle.loads(sent) == "key"
     first = draws()
     draws()
@@ -93,8 +94,8 @@ def test_which_datasets_are_seeded_for_each_sample():
 
 
 def test_a_whole_batch_arrives_as_a_plain_list_and_seeds_by_its_first_position():
-    arrived = pickle.loads(pickle.dumps(Seeded([4, 5], 5, 40)))
+    arrived = pickle.loads(pickle.dumps(IndexAfter([4, 5], seed_generators, mix(5, 40))))
     first = draws()
     assert type(arrived) is list
-    pickle.loads(pickle.dumps(Seeded(9, 5, 40)))
+    pickle.loads(pickle.dumps(IndexAfter(9, seed_generators, mix(5, 40))))
     assert draws() == first

@@ -3,8 +3,8 @@
 import pickle
 import random
 
-from headway.data.feeds.worker import ResumedIndices, WorkerBatch, WorkerRNGStates, WorkerStateCollate
-from headway.data.sampling.rng import read_text
+from headway.data.feeds.worker import IndexAfter, WorkerBatch, WorkerRNGStates, WorkerStateCollate
+from headway.data.sampling.rng import read_text, write_text
 
 
 def read(rng_states, *texts):
@@ -78,7 +78,7 @@ def test_collating_tells_only_of_streams_that_moved():
 
 def test_indices_arrive_as_they_were_and_set_the_streams():
     text = read_text()
-    sent = pickle.dumps(ResumedIndices([4, 5], text))
+    sent = pickle.dumps(IndexAfter([4, 5], write_text, text))
     random.random()
     assert pickle.loads(sent) == [4, 5]
     assert read_text() == text

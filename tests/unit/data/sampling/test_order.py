@@ -12,7 +12,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headway.data.sampling.order import DrawnOrder, LoaderGenerator, PureOrder, SamplerOrder, permutation
+from headway.config.run import DataLoaderConfiguration
+from headway.data.sampling.order import (
+    DrawnOrder,
+    LoaderGenerator,
+    LoadingRules,
+    PureOrder,
+    RandomSource,
+    SamplerOrder,
+    permutation,
+)
 from headway.data.sampling.shard import SampleSplit
 from headway.runtime.seed import mix
 from tests.unit.data.fakes import prepare
@@ -61,6 +70,11 @@ def test_drawing_leaves_the_global_stream_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def chosen_order(sampler, is_seedable):
+    config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
+    return LoadingRules().order_of(sampler, RandomSource(config, 1, LoaderGenerator(), None, True))
+
+
 @pytest.mark.parametrize(
     ("sampler", "is_pure"),
     [
@@ -75,12 +89,12 @@ def test_drawing_leaves_the_global_stream_alone():
     ],
 )
 def test_which_samplers_have_a_pure_order(sampler, is_pure):
-    assert (PureOrder.of(sampler, 1, True) is not None) == is_pure
+    assert isinstance(chosen_order(sampler, True), PureOrder) == is_pure
 
 
 def test_without_seedable_sampling_only_sequential_reading_is_pure():
-    assert PureOrder.of(RandomSampler(range(9)), 1, False) is None
-    assert PureOrder.of(SequentialSampler(range(9)), 1, False) is not None
+    assert not isinstance(chosen_order(RandomSampler(range(9)), False), PureOrder)
+    assert isinstance(chosen_order(SequentialSampler(range(9)), False), PureOrder)
 
 
 def test_seeking_in_eight_million_rows_is_slicing_one_permutation():

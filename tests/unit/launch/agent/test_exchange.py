@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.records import ExceptionRecord, RankExit

@@ -8,7 +8,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.errors import LaunchError
 from headway.launch.agent import meeting
 from headway.launch.agent.meeting import RendezvousWait, RendezvousWatch, in_time, is_taken, knock, taken, wait_for_all

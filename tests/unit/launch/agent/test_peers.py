@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.launch.agent.peers import PeerMachines
 
 

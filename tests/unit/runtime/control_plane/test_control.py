@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime import process, pulse
 from headway.runtime.control_plane import control

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from headway.common.sealing import Seal, UnsealedCounter
+from headway.common.untrusted import Seal, UnsealedCounter
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime.control_plane.control import Control
 from headway.runtime.control_plane.store import SealedStore, StoreAddress, StoreLink, serve

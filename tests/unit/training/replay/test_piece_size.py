@@ -8,7 +8,7 @@ import torch
 from headway import Accelerator
 from headway.common import scope
 from headway.memory import oom
-from headway.memory.monitor import AllocatorMeter, PeakReader
+from headway.memory.monitor import PeakReader
 from headway.runtime.device import HARDWARE
 from headway.training.replay.piece_size import FIRST_PATIENCE, AllocatorPressure
 from tests.unit.memory.simulated import SimulatedAllocator
@@ -157,7 +157,7 @@ def test_retries_of_before_are_not_counted(simulate) -> None:
 def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) -> None:
     allocator = simulate(40)
     pressure = AllocatorPressure(CUDA, DEVICE)
-    meter = AllocatorMeter(CUDA, DEVICE)
+    meter = PeakReader(CUDA, DEVICE)
     allocator.use(30)  # a piece's forward and backward; then the phase "step" begins
     meter.reset()
     allocator.use(1)
@@ -168,7 +168,7 @@ def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) ->
 
 def test_growing_does_not_take_away_the_peak_that_a_monitor_counts(simulate) -> None:
     allocator = simulate(40)
-    meter = AllocatorMeter(CUDA, torch.device("cuda"))  # the current device, which is the same one
+    meter = PeakReader(CUDA, torch.device("cuda"))  # the current device, which is the same one
     pressure = AllocatorPressure(CUDA, DEVICE)
     allocator.use(30)
     pressure.start_over()
