@@ -78,7 +78,7 @@ from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.run import AcceleratorRun
 from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
-from headway.training.whole_weights import WholeWeights
+from headway.training.weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
 

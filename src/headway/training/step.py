@@ -20,7 +20,7 @@ import torch
 
 from headway.errors import LossError, StateError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
 from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight

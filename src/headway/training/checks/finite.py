@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime

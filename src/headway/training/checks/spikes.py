@@ -29,7 +29,7 @@ import torch
 from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, SpikeError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.events import RunEvent, notify, subscribe
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy

@@ -39,8 +39,8 @@ from headway.training.prepared.scheduler import (
     StepsPerUpdate,
     schedule_length,
 )
-from headway.training.pretrained import PretrainedLoads
 from headway.training.step import TrainingStep
+from headway.training.weights import PretrainedLoads
 from headway.training.windows import UpdateClock
 
 log = get_logger(__name__)

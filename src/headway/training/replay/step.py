@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.errors import StateError
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.tree import Tree, cut_rows, find_batch_size, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
