@@ -66,9 +66,8 @@ from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.checks.bypass import build_bypass_detector
-from headway.training.checks.first_window import RowCountCheck
-from headway.training.checks.replicas import ReplicaCheck
-from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
+from headway.training.checks.replicas import ReplicaCheck, RowCountCheck
+from headway.training.hooks import NonFiniteNotice, RunParts, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
@@ -234,9 +233,6 @@ class Accelerator(RankAware):
         rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler, more_updates)
         self._preparation = Preparation(
             self._training_step,
-            self.clock,
-            runtime,
-            self._events,
             neighbours,
             loading,
             device_placement,
@@ -291,35 +287,24 @@ class Accelerator(RankAware):
             plugin.sync_each_batch,
             partial(neighbours.loader_beside, prepared),
         )
-        skips = SkippedUpdates(windows, self.clock)
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        parts = RunParts(windows, self.clock, prepared, self.strategy, self.precision, self._events, runtime, moments)
         on_non_finite, on_spike = guards
-        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips, self._events, runtime
         if on_spike is not None:
-            guard: StepGuard = spike_checks.build_spike_guard(
-                on_spike, on_non_finite, *of_run, moments, lambda: self._run_state
-            )
+            guard: StepGuard = spike_checks.SpikeGuard(on_spike, on_non_finite, parts, lambda: self._run_state)
         elif on_non_finite is not None:
-            guard = finite.build_guard(on_non_finite, *of_run)
+            guard = finite.FiniteGuard(on_non_finite, parts)
         else:
-            guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
+            guard = StepGuard(parts, None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime))
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
-            self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
-        parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
-        return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
+            self._compare_ranks(parts, cuts_batches, type(policy) is LossPolicy)
+        return replay.PieceStep(parts, policy, guard) if cuts_batches else WholeStep(parts, policy, guard)
 
-    def _compare_ranks(
-        self,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        moments: StepHooks,
-        cuts_batches: bool,
-        weighs: bool,
-    ) -> None:
-        rows = RowCountCheck(windows)
-        replicas = ReplicaCheck(prepared, self.strategy, rows, self._refuses_drift)
+    def _compare_ranks(self, parts: RunParts, cuts_batches: bool, weighs: bool) -> None:
+        moments, rows = parts.moments, RowCountCheck(parts.windows)
+        replicas = ReplicaCheck(parts.prepared, self.strategy, rows, self._refuses_drift)
         moments.reduced.append(replicas.note)
         # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
         (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from headway.strategies.base import Strategy
-from headway.training.prepared.objects import PreparedObjects
-from headway.training.windows import AccumulationWindow, AccumulationWindows
+from headway.training.hooks import RunParts
+from headway.training.windows import AccumulationWindow
 
 TWO_TURNS = (
     "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
@@ -42,15 +41,11 @@ class ModelTurns:
     """Whose turn it is.
 
     Args:
-        windows: of the run.
-        prepared: what is trained.
-        strategy: takes gradients out and puts them back.
+        parts: of the run.
     """
 
-    def __init__(self, windows: AccumulationWindows, prepared: PreparedObjects, strategy: Strategy) -> None:
-        self._windows = windows
-        self._prepared = prepared
-        self._strategy = strategy
+    def __init__(self, parts: RunParts) -> None:
+        self._windows, self._prepared, self._strategy = parts.windows, parts.prepared, parts.strategy
         self._others: dict[frozenset[int], OtherModels] = {}
         self._models: dict[int, set[int]] = {}
         self._known: Any = None

@@ -18,7 +18,7 @@ from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.strategies.base import Strategy
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.step import TrainingStep
-from headway.training.windows import AccumulationWindow, UpdateClock
+from headway.training.windows import AccumulationWindow
 
 log = get_logger(__name__)
 
@@ -69,7 +69,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the user's.
         step: makes updates.
-        clock: counts them.
         neighbours: the other Accelerators of this process, one of which may have prepared the model.
         looks: told before its state is asked for or set, where this process holds a part of it.
 
@@ -84,7 +83,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         step: TrainingStep,
-        clock: UpdateClock,
         neighbours: AcceleratorRegistry,
         looks: RankConditionalCallCheck | None = None,
     ) -> None:
@@ -94,7 +92,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._step = step
         self._windows = step.windows
         self._strategy = step.strategy
-        self._clock = clock
         self._neighbours = neighbours
         self._looks = looks
         self._checked = -1
@@ -245,7 +242,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if did_step:
             counts.num_updates += 1
             counts.window_length = window.num_done or 1
-            self._clock.count(window.number)
+            step.parts.clock.count(window.number)
         if not window.is_empty:
             step.guard.after_step(did_step)
 

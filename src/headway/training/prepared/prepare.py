@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
-from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.loader import PreparedLoader
 from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
@@ -19,7 +19,6 @@ from headway.memory import attempt
 from headway.offload.spread import spread_over
 from headway.runtime.collectives.ranks import share_rng_states, synchronize_rng_states
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
-from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.runtime.transfers import move
 from headway.strategies.base import Engine
@@ -41,7 +40,6 @@ from headway.training.prepared.scheduler import (
 )
 from headway.training.step import TrainingStep
 from headway.training.weights import PretrainedLoads
-from headway.training.windows import UpdateClock
 
 log = get_logger(__name__)
 
@@ -61,9 +59,6 @@ class Preparation:
 
     Args:
         step: what they take part in; its registry holds them.
-        clock: counts updates.
-        runtime: this process.
-        events: of the run's loaders.
         neighbours: the other Accelerators of this process.
         loading: how loaders split, pad and move batches.
         device_placement: move models and batches to the device.
@@ -80,15 +75,12 @@ class Preparation:
         places: `device_placement`.
         weights: what models are filled from.
         loader_rng: what loaders draw their orders from.
-        events: as above.
+        events: of the run's loaders.
     """
 
     def __init__(
         self,
         step: TrainingStep,
-        clock: UpdateClock,
-        runtime: ProcessRuntime,
-        events: LoaderEvents,
         neighbours: AcceleratorRegistry,
         loading: DataLoaderConfiguration,
         device_placement: bool,
@@ -101,7 +93,7 @@ class Preparation:
         wrappers: Wrappers = Wrappers(),
     ) -> None:
         self.loading = loading
-        self.events = events
+        self.events = step.parts.events
         self._step = step
         self._windows = step.windows
         self._prepared = step.prepared
@@ -113,8 +105,7 @@ class Preparation:
         self._wrappers = wrappers
         self.weights = PretrainedLoads(self._strategy)
         self.loader_rng = LoaderGenerator(is_private=self._is_spread and self._rules.parts_streams)
-        self._clock = clock
-        self._runtime = runtime
+        self._runtime = step.parts.runtime
         self.places = device_placement
         self._rule = rule
         self._tick_base: tuple[int, int] | None = None
@@ -123,7 +114,9 @@ class Preparation:
         self._global_batch_size = global_batch_size
         self._is_sharing = False
         self._lone = (
-            None if self._strategy.capabilities.lone_forward else RankConditionalCallCheck(runtime, self._strategy.name)
+            None
+            if self._strategy.capabilities.lone_forward
+            else RankConditionalCallCheck(self._runtime, self._strategy.name)
         )
         # Stages of a pipeline are called one after the other, and agree by themselves.
         is_joint = not self._strategy.capabilities.lone_pieces
@@ -313,7 +306,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        made = self._wrappers.optimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
+        made = self._wrappers.optimizer(optimizer, self._step, self._neighbours, self._lone)
         self.optimizers.append(made)
         return made
 

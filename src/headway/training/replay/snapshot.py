@@ -29,8 +29,8 @@ from headway.runtime.collectives.tree import map_tensors, tensors
 from headway.runtime.device import Hardware
 from headway.runtime.seed import read_rng_states, write_rng_states
 from headway.strategies.fully_sharded.dtensors import local
+from headway.training.hooks import RunParts
 from headway.training.prepared.objects import PreparedObjects
-from headway.training.windows import AccumulationWindows, UpdateClock
 
 
 class Rewindable(Protocol):
@@ -343,31 +343,24 @@ class RunCopy:
     """The state of a run between two updates.
 
     Args:
-        prepared: models, optimizers, schedules.
-        windows: of the run.
+        parts: of the run.
         counters: what else knows itself how to go back.
-        hardware: whose generator belongs to the state.
         others: registered objects.
+
+    Attributes:
         num_updates: so many were made.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        counters: Sequence[Rewindable],
-        hardware: Hardware,
-        others: Sequence[StateHolder],
-        num_updates: int,
-    ) -> None:
-        self.num_updates = num_updates
+    def __init__(self, parts: RunParts, counters: Sequence[Rewindable], others: Sequence[StateHolder]) -> None:
+        prepared = parts.prepared
+        self.num_updates = parts.clock.num_updates
         self._schedules = list(prepared.schedulers)
-        self._windows = windows
-        self._weights = windows.snapshot()
+        self._windows = parts.windows
+        self._weights = parts.windows.snapshot()
         holders: list[StateHolder] = [*(each.scheduler for each in self._schedules), *others]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in holders]
         self._optimizers = [StepUndo(each.optimizer) for each in prepared.optimizers]
-        self._rest = BatchSnapshot(prepared, counters, hardware)
+        self._rest = BatchSnapshot(prepared, (parts.clock, *counters), parts.runtime.hardware)
         self._rest.take()
         self._rest.give_back()
 
@@ -388,7 +381,7 @@ class Rewind:
 
     Args:
         distance: in updates.
-        prepared, windows, clock, hardware: of the run.
+        parts: of the run.
         counters: what goes back beside the clock and the prepared optimizers.
         others: the objects that are registered for checkpoints.
     """
@@ -396,22 +389,18 @@ class Rewind:
     def __init__(
         self,
         distance: int,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        clock: UpdateClock,
-        hardware: Hardware,
+        parts: RunParts,
         counters: Sequence[Rewindable],
         others: Callable[[], Sequence[StateHolder]],
     ) -> None:
-        self._distance = distance
-        self._prepared, self._windows, self._clock, self._hardware = prepared, windows, clock, hardware
-        self._counters, self._others = (clock, *counters), others
+        self._distance, self._parts = distance, parts
+        self._counters, self._others = counters, others
         self._copies: list[RunCopy] = []
         self._pass: tuple[int, int] | None = None
 
     def before_fetch(self, loader: PreparedLoader) -> None:
         """A loader is about to read: is a copy due?"""
-        windows = self._windows
+        windows = self._parts.windows
         if windows.is_unfinished or windows.num_read:
             return
         if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
@@ -423,14 +412,14 @@ class Rewind:
 
     def before_learning(self) -> None:
         """A micro-batch is about to begin, of a loop without a prepared loader perhaps."""
-        if not self._windows.active and not self._windows.is_unfinished:
+        windows = self._parts.windows
+        if not windows.active and not windows.is_unfinished:
             self._copy_if_due()
 
     def _copy_if_due(self) -> None:
-        num = self._clock.num_updates
-        if self._prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self._distance):
-            parts = self._prepared, self._windows, self._counters, self._hardware, self._others(), num
-            self._copies = [*self._copies[-1:], RunCopy(*parts)]
+        parts, num = self._parts, self._parts.clock.num_updates
+        if parts.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self._distance):
+            self._copies = [*self._copies[-1:], RunCopy(parts, self._counters, self._others())]
 
     def go_back(self) -> int | None:
         """Go back `distance` to twice `distance` updates, or to the first copy of the pass; returns how many updates that leaves."""
