@@ -65,7 +65,7 @@ from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.checks.bypass import build_bypass_detector
+from headway.training.checks.bypass import BypassDetector
 from headway.training.checks.replicas import ReplicaCheck, RowCountCheck
 from headway.training.hooks import NonFiniteNotice, RunParts, StepHooks
 from headway.training.local_sgd import LocalTraining
@@ -266,7 +266,7 @@ class Accelerator(RankAware):
         process.at_end(self._preparation.release)
         self._whole_weights = WholeWeights(self.strategy, runtime)
         runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
-        self._bypasses = runtime.scope.own(build_bypass_detector)
+        self._bypasses = runtime.scope.own(BypassDetector)
         self._membership = self._bypasses.join(self._training_step)
         scope.own(EmergencyReserve).fill()
         scope.own(traces.Hook).add(_use_of_memory)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headway.training.hooks import RunParts
+from headway.training.prepared.objects import held_by
 from headway.training.windows import AccumulationWindow
 
 TWO_TURNS = (
@@ -85,7 +86,7 @@ class ModelTurns:
         """The window in which the models of an optimizer have learned last, at its turn now; None: in none."""
         self._look()
         if id(optimizer) not in self._models:
-            self._models[id(optimizer)] = self.models_of(_parameters(optimizer))
+            self._models[id(optimizer)] = self.models_of(held_by(optimizer))
         return self._window(self._models[id(optimizer)])
 
     def window_with(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
@@ -130,7 +131,7 @@ class ModelTurns:
         return {models[0] for models in found if len(models) == 1}
 
     def _find_others(self, models: frozenset[int]) -> OtherModels:
-        held = [{id(p): p for p in _parameters(each.optimizer)} for each in self._prepared.optimizers]
+        held = [{id(p): p for p in held_by(each.optimizer)} for each in self._prepared.optimizers]
         links = [self.models_of(each.values()) for each in held]
         together, size = set(models), -1
         while len(together) != size:
@@ -145,7 +146,3 @@ class ModelTurns:
             if any(id(p) in apart for p in self._prepared.parameters[id(model)])
         ]
         return OtherModels(tuple(apart.values()), tuple(theirs))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return (p for group in optimizer.param_groups for p in group["params"])

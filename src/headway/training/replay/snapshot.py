@@ -30,7 +30,7 @@ from headway.runtime.device import Hardware
 from headway.runtime.seed import read_rng_states, write_rng_states
 from headway.strategies.fully_sharded.dtensors import local
 from headway.training.hooks import RunParts
-from headway.training.prepared.objects import PreparedObjects
+from headway.training.prepared.objects import PreparedObjects, held_by
 
 
 class Rewindable(Protocol):
@@ -97,7 +97,7 @@ class BatchSnapshot:
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """zero_grad was called before the window's first backward: what was put aside is dropped."""
-        dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        dropped = set(map(id, held_by(optimizer)))
         self._grads = [(p, grad) for p, grad in self._grads if id(p) not in dropped]
 
     def merge(self) -> None:
@@ -145,7 +145,7 @@ class StepUndo:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [(p, _to_host(p)) for p in _parameters(optimizer)]
+        self._parameters = [(p, _to_host(p)) for p in held_by(optimizer)]
         self._state = {key: map_tensors(_to_host, value) for key, value in optimizer.state.items()}
         self._options = [
             {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
@@ -168,10 +168,6 @@ class StepUndo:
                 del group[name]
             group.update(options)
         vars(self._optimizer).update(self._numbers)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +221,7 @@ class Materialised:
     @property
     def is_complete(self) -> bool:
         """Would the next step only use state that is there?"""
-        return self._is_steady and all(id(p) in self._seen for p in _parameters(self._optimizer) if p.grad is not None)
+        return self._is_steady and all(id(p) in self._seen for p in held_by(self._optimizer) if p.grad is not None)
 
     def measure(self, step: Callable[[], bool]) -> bool:
         """Make the step while counting what it allocates; returns whether it happened."""
@@ -241,7 +237,7 @@ class Materialised:
 
     def confirm(self) -> None:
         """The step stands."""
-        self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        self._seen.update(id(p) for p in held_by(self._optimizer) if p.grad is not None)
         if not self._is_torchs:
             before, self._layout = self._layout, _layout(self._optimizer)
             self._is_steady = self._layout == before and not isinstance(self._optimizer, torch.optim.LBFGS)
