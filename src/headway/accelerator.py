@@ -1,7 +1,8 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -248,7 +249,7 @@ class Accelerator(RankAware):
         self._run = AcceleratorRun(
             self.collectives,
             self.mixed_precision,
-            self._training_step.windows,
+            weakref.ref(self._training_step.windows),
             plugin.adjust_scheduler,
             chosen,
             dynamo,
@@ -768,9 +769,7 @@ class Accelerator(RankAware):
                 raise StateError(
                     f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first"
                 )
-        with ExitStack() as stack:
-            if even_batches is not None:
-                stack.enter_context(self._preparation.evenness(even_batches))
+        with nullcontext() if even_batches is None else self._preparation.evenness(even_batches):
             yield
 
     @property
