@@ -540,15 +540,12 @@ class Accelerator(RankAware):
         return forecasts.forecast(forecasts.ForecastRequest(*asked), self._forecast_setting())
 
     def _forecast_setting(self) -> "forecasts.TrainingSetup":
-        step, options = self._training_step, self.options
+        plan, prepared = self.options.checkpointing, self._preparation.models
         return forecasts.TrainingSetup(
-            step.strategy,
-            self.runtime,
-            self.mixed_precision,
-            options,
-            step.windows.num_steps,
+            self._training_step.parts,
+            self.options,
             self._run.dynamo_plugin.compiles,
-            partial(recompute.repeat_checkpointing, plan=options.checkpointing, prepared=self._preparation.models),
+            partial(recompute.repeat_checkpointing, plan=plan, prepared=prepared),
         )
 
     # ---------------------------------------------------------------- the step
