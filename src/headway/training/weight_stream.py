@@ -13,7 +13,7 @@ from headway.common.text import parse_bytes
 from headway.errors import CollectiveError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.parts import outermost
-from headway.training.weights import GatheredTensor, gathered
+from headway.training.weights import GatheredTensor, bucketed, gathered
 from headway.weights.export import untied
 from headway.weights.shards import TensorSpec, dtype_name
 
@@ -56,8 +56,10 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[Bucket]:
         others_left, is_within = False, False
+        specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in self._whole.items()}
+        sizes = ((name, spec.num_bytes) for name, spec in specs.items())
         try:
-            for names in [*self._plan(), []]:
+            for names in [*bucketed(sizes, self._most), []]:
                 is_within, others_left = False, self._meet()
                 if others_left or not names:
                     break
@@ -88,18 +90,6 @@ class WeightStream:
                 if isinstance(each, GatheredTensor) and not each.is_done:
                     each.pass_by()
         return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in found]
-
-    def _plan(self) -> list[list[str]]:
-        plan: list[list[str]] = []
-        room = 0
-        for name, each in self._whole.items():
-            size = TensorSpec(tuple(each.shape), each.dtype).num_bytes
-            if not plan or size > room:
-                plan.append([])
-                room = self._most
-            plan[-1].append(name)
-            room -= size
-        return plan
 
 
 # ---------------------------------------------------------------- adapters

@@ -35,6 +35,20 @@ _BLOCK = 16 * 2**20
 """Bytes that travel at once."""
 
 
+def bucketed(items: Iterable[tuple[_T, int]], most: int) -> Iterator[list[_T]]:
+    """Things of so many bytes each, in order, in buckets of at most `most` bytes; what is larger has one of its own."""
+    bucket: list[_T] = []
+    room = most
+    for item, size in items:
+        if bucket and size > room:
+            yield bucket
+            bucket, room = [], most
+        bucket.append(item)
+        room -= size
+    if bucket:
+        yield bucket
+
+
 class GatheredTensor:
     """A tensor whose boxes come to rank 0 when all ranks ask for it, in the same order.
 
@@ -334,9 +348,8 @@ class PretrainedWeights:
 
     def __init__(self, model: torch.nn.Module, source: str | Path, strict: bool) -> None:
         self.source = str(source)
-        self._stored: dict[str, StoredTensor]
         opened, places = open_checkpoint(source), _bare_places(model)
-        self._stored = opened.tensors
+        self._stored: dict[str, StoredTensor] = opened.tensors
         self._sources: TensorSources = match(model, places, opened, strict, computes_buffers=True)
         groups = tied_groups(places)
         self.names = {name for found in self._sources.shapes for name in groups.get(found, [found])}
