@@ -7,7 +7,7 @@ unscaled by the scale they were made with. Whether a step was skipped is seen fr
 the scale.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Protocol
@@ -268,10 +268,7 @@ class Fp16Precision(Bf16Precision):
         if not scaler.is_enabled():
             return None
         tensors = [None if value is None else value.clone() for value in (scaler._scale, scaler._growth_tracker)]
-        states = {
-            key: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
-            for key, state in scaler._per_optimizer_states.items()
-        }
+        states = _copied(scaler._per_optimizer_states)
         return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
 
     def restore(self, snapshot: Any) -> None:
@@ -282,10 +279,7 @@ class Fp16Precision(Bf16Precision):
         scaler = self.scaler
         scaler._scale, scaler._growth_tracker = (None if v is None else v.clone() for v in (scale, growth))
         scaler._per_optimizer_states.clear()
-        for key, state in states.items():
-            scaler._per_optimizer_states[key] = {
-                name: dict(value) if isinstance(value, dict) else value for name, value in state.items()
-            }
+        scaler._per_optimizer_states.update(_copied(states))
         self._probes, self._unscaled = dict(probes), set(unscaled)
         self._stepped, self._dropped = set(stepped), list(dropped)
 
@@ -297,6 +291,14 @@ class Fp16Precision(Bf16Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a scaler's state."""
         self.scaler.load_state_dict(state)
+
+
+def _copied(states: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What torch's scaler knows of each optimizer, in dicts of its own."""
+    return {
+        key: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+        for key, state in states.items()
+    }
 
 
 def is_bf16_emulated(hardware: Hardware) -> bool:
