@@ -18,6 +18,7 @@ pass over the data draws its order when it begins, which going back would draw a
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -372,6 +373,7 @@ class RunCopy:
             schedule.catch_up()
 
 
+@dataclass(eq=False)
 class Rewind:
     """Copies the state every `distance` updates, and goes back.
 
@@ -382,21 +384,16 @@ class Rewind:
         others: the objects that are registered for checkpoints.
     """
 
-    def __init__(
-        self,
-        distance: int,
-        parts: RunParts,
-        counters: Sequence[Rewindable],
-        others: Callable[[], Sequence[StateHolder]],
-    ) -> None:
-        self._distance, self._parts = distance, parts
-        self._counters, self._others = counters, others
-        self._copies: list[RunCopy] = []
-        self._pass: tuple[int, int] | None = None
+    distance: int
+    parts: RunParts
+    counters: Sequence[Rewindable]
+    others: Callable[[], Sequence[StateHolder]]
+    _copies: list[RunCopy] = field(default_factory=list, init=False)
+    _pass: tuple[int, int] | None = field(default=None, init=False)
 
     def before_fetch(self, loader: PreparedLoader) -> None:
         """A loader is about to read: is a copy due?"""
-        windows = self._parts.windows
+        windows = self.parts.windows
         if windows.is_unfinished or windows.num_read:
             return
         if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
@@ -408,14 +405,14 @@ class Rewind:
 
     def before_learning(self) -> None:
         """A micro-batch is about to begin, of a loop without a prepared loader perhaps."""
-        windows = self._parts.windows
+        windows = self.parts.windows
         if not windows.active and not windows.is_unfinished:
             self._copy_if_due()
 
     def _copy_if_due(self) -> None:
-        parts, num = self._parts, self._parts.clock.num_updates
-        if parts.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self._distance):
-            self._copies = [*self._copies[-1:], RunCopy(parts, self._counters, self._others())]
+        parts, num = self.parts, self.parts.clock.num_updates
+        if parts.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self.distance):
+            self._copies = [*self._copies[-1:], RunCopy(parts, self.counters, self.others())]
 
     def go_back(self) -> int | None:
         """Go back `distance` to twice `distance` updates, or to the first copy of the pass; returns how many updates that leaves."""

@@ -324,13 +324,9 @@ class BatchTransaction:
         """What `action` returned; None where memory ran out and the batch is to be run again."""
         try:
             return (action(),)
-        except TransactionReplay:
-            return None
-        except Exception as error:
-            self._check_rounds(error)
-            if not self.is_open or self.must_replay or not is_out_of_memory(error):
+        except (TransactionReplay, Exception) as error:
+            if not self.takes(error):
                 raise
-            self._fail(error)
             return None
 
     def mark(self) -> None:
