@@ -13,7 +13,7 @@ from headway.common.text import parse_bytes
 from headway.errors import CollectiveError, UnsupportedError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.parts import outermost
-from headway.training.weights import GatheredTensor, bucketed, gathered
+from headway.training.weights import GatheredTensor, bucketed, gathered, pass_by
 from headway.weights.export import untied
 from headway.weights.shards import TensorSpec, dtype_name
 
@@ -86,9 +86,7 @@ class WeightStream:
             if self._everyone.rank == 0:
                 return [(name, each.whole() if isinstance(each, GatheredTensor) else each) for name, each in found]
         finally:  # on other ranks, and where rank 0 had no memory for one: the others send it
-            for _, each in found:
-                if isinstance(each, GatheredTensor) and not each.is_done:
-                    each.pass_by()
+            pass_by(each for _, each in found)
         return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in found]
 
 
@@ -136,9 +134,7 @@ class MergedLayer:
 
     def bring(self) -> None:
         """Let its tensors travel, for the other ranks' sake."""
-        for each in self._parts.values():
-            if isinstance(each, GatheredTensor) and not each.is_done:
-                each.pass_by()
+        pass_by(self._parts.values())
 
     def take(self, name: str) -> torch.Tensor:
         """One of the merged tensors, on rank 0."""

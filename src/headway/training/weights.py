@@ -117,6 +117,13 @@ class GatheredTensor:
             bits(target).copy_(bits(box))
 
 
+def pass_by(tensors: Iterable[Any]) -> None:
+    """Let those travel that nobody has asked for yet, for the other ranks' sake; whole tensors may be among them."""
+    for each in tensors:
+        if isinstance(each, GatheredTensor) and not each.is_done:
+            each.pass_by()
+
+
 def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """The tensors, those that are spread to be asked for as whole ones; every rank calls it with the same.
 
@@ -195,10 +202,7 @@ def _on_rank_0(
             result = act()
     except Exception as error:
         failure = error
-    for name in order:  # what rank 0 asks for, and where that failed, the rest of it
-        each = whole[name]
-        if isinstance(each, GatheredTensor) and not each.is_done:
-            each.pass_by()
+    pass_by(whole[name] for name in order)  # what rank 0 asks for, and where that failed, the rest of it
     told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

@@ -14,7 +14,7 @@ rank's own, one for each backward; one above the fence makes its gradient nan, a
 reaches the other ranks with the reduction. On an accelerator losses are compared there, and read with the norms.
 
 Leaving a bad batch out after going back is the remedy of A. Chowdhery et al., PaLM (2022), 5.1, who went back to a checkpoint of
-about 100 updates before; here the state comes from a copy in memory (`replay/rewind.py`).
+about 100 updates before; here the state comes from a copy in memory (`replay/snapshot.py`).
 """
 
 import math
