@@ -1,7 +1,8 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -65,10 +66,9 @@ from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.checks.bypass import build_bypass_detector
-from headway.training.checks.first_window import RowCountCheck
-from headway.training.checks.replicas import ReplicaCheck
-from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
+from headway.training.checks.bypass import BypassDetector
+from headway.training.checks.replicas import ReplicaCheck, RowCountCheck
+from headway.training.hooks import NonFiniteNotice, RunParts, StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.prepared.objects import PreparedObjects
@@ -78,7 +78,7 @@ from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.run import AcceleratorRun
 from headway.training.step import MicroBatch, StepGuard, TrainingStep, WholeStep
-from headway.training.whole_weights import WholeWeights
+from headway.training.weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock
 from headway.weights.export import save_object
 
@@ -234,9 +234,6 @@ class Accelerator(RankAware):
         rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler, more_updates)
         self._preparation = Preparation(
             self._training_step,
-            self.clock,
-            runtime,
-            self._events,
             neighbours,
             loading,
             device_placement,
@@ -252,7 +249,7 @@ class Accelerator(RankAware):
         self._run = AcceleratorRun(
             self.collectives,
             self.mixed_precision,
-            self._training_step.windows,
+            weakref.ref(self._training_step.windows),
             plugin.adjust_scheduler,
             chosen,
             dynamo,
@@ -270,7 +267,7 @@ class Accelerator(RankAware):
         process.at_end(self._preparation.release)
         self._whole_weights = WholeWeights(self.strategy, runtime)
         runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
-        self._bypasses = runtime.scope.own(build_bypass_detector)
+        self._bypasses = runtime.scope.own(BypassDetector)
         self._membership = self._bypasses.join(self._training_step)
         scope.own(EmergencyReserve).fill()
         scope.own(callsite.Hook).add(_use_of_memory)
@@ -291,35 +288,24 @@ class Accelerator(RankAware):
             plugin.sync_each_batch,
             partial(neighbours.loader_beside, prepared),
         )
-        skips = SkippedUpdates(windows, self.clock)
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        parts = RunParts(windows, self.clock, prepared, self.strategy, self.precision, self._events, runtime, moments)
         on_non_finite, on_spike = guards
-        of_run = windows, prepared, self.clock, self.precision, self.strategy, skips, self._events, runtime
         if on_spike is not None:
-            guard: StepGuard = spike_checks.build_spike_guard(
-                on_spike, on_non_finite, *of_run, moments, lambda: self._run_state
-            )
+            guard: StepGuard = spike_checks.SpikeGuard(on_spike, on_non_finite, parts, lambda: self._run_state)
         elif on_non_finite is not None:
-            guard = finite.build_guard(on_non_finite, *of_run)
+            guard = finite.FiniteGuard(on_non_finite, parts)
         else:
-            guard = StepGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
+            guard = StepGuard(parts, None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime))
         if runtime.world_size > 1:
             moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
-            self._compare_ranks(prepared, windows, moments, cuts_batches, type(policy) is LossPolicy)
-        parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
-        return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
+            self._compare_ranks(parts, cuts_batches, type(policy) is LossPolicy)
+        return replay.PieceStep(parts, policy, guard) if cuts_batches else WholeStep(parts, policy, guard)
 
-    def _compare_ranks(
-        self,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        moments: StepHooks,
-        cuts_batches: bool,
-        weighs: bool,
-    ) -> None:
-        rows = RowCountCheck(windows)
-        replicas = ReplicaCheck(prepared, self.strategy, rows, self._refuses_drift)
+    def _compare_ranks(self, parts: RunParts, cuts_batches: bool, weighs: bool) -> None:
+        moments, rows = parts.moments, RowCountCheck(parts.windows)
+        replicas = ReplicaCheck(parts.prepared, self.strategy, rows, self._refuses_drift)
         moments.reduced.append(replicas.note)
         # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
         (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
@@ -555,15 +541,12 @@ class Accelerator(RankAware):
         return forecasts.forecast(forecasts.ForecastRequest(*asked), self._forecast_setting())
 
     def _forecast_setting(self) -> "forecasts.TrainingSetup":
-        step, options = self._training_step, self.options
+        plan, prepared = self.options.checkpointing, self._preparation.models
         return forecasts.TrainingSetup(
-            step.strategy,
-            self.runtime,
-            self.mixed_precision,
-            options,
-            step.windows.num_steps,
+            self._training_step.parts,
+            self.options,
             self._run.dynamo_plugin.compiles,
-            partial(recompute.repeat_checkpointing, plan=options.checkpointing, prepared=self._preparation.models),
+            partial(recompute.repeat_checkpointing, plan=plan, prepared=prepared),
         )
 
     # ---------------------------------------------------------------- the step
@@ -784,9 +767,7 @@ class Accelerator(RankAware):
                 raise StateError(
                     f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first"
                 )
-        with ExitStack() as stack:
-            if even_batches is not None:
-                stack.enter_context(self._preparation.evenness(even_batches))
+        with nullcontext() if even_batches is None else self._preparation.evenness(even_batches):
             yield
 
     @property

@@ -10,7 +10,7 @@ import torch
 from headway import Accelerator
 from headway.config.engines import EngineOptions
 from headway.data.sampling.shard import ShardIndex
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.replica import ReplicaStrategy
 

@@ -7,7 +7,7 @@ import torch
 
 from headway.errors import HeadwayError
 from headway.strategies.deepspeed.optimizer import piece_of_range
-from headway.training.whole_weights import GatheredTensor, save_gathered, whole_state
+from headway.training.weights import GatheredTensor, save_gathered, whole_state
 from headway.weights.files import open_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values

@@ -18,7 +18,7 @@ SOURCE = Path(headway.__file__).parent
 FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/run.py"}
 """The loader, what it reads from, how rounds are cut; where a window begins is noted for a save in its middle."""
 WAY = {
-    "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/base.py", "precision/base.py",
+    "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/base.py", "precision/mixed.py",
     "training/prepared/optimizer.py", "training/prepared/scheduler.py",
 }  # fmt: skip
 
@@ -90,8 +90,8 @@ def test_everything_off() -> None:
     ("options", "added"),
     [
         ({"on_non_finite": "skip"}, {"training/checks/finite.py", "training/prepared/objects.py"}),
-        ({"mixed_precision": "bf16"}, {"training/prepared/model.py", "precision/mixed.py"}),
-        ({"mixed_precision": "fp16"}, {"training/prepared/model.py", "precision/mixed.py"}),
+        ({"mixed_precision": "bf16"}, {"training/prepared/model.py"}),
+        ({"mixed_precision": "fp16"}, {"training/prepared/model.py"}),
         ({"gradient_accumulation_steps": 3}, set()),
     ],
 )

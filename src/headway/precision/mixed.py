@@ -1,25 +1,98 @@
-"""Mixed precision by torch.autocast: bf16, fp16 with one gradient scaler for all optimizers, and fp8 (see `float8.py`).
+"""What a number format is to a training step: full precision, which does nothing, is the base of the others.
+
+Mixed precision by torch.autocast: bf16, fp16 with one gradient scaler for all optimizers, and fp8 (see `float8.py`).
 
 The fp16 scale changes only when no optimizer waits for a step: with several optimizers, all gradients of a window are
 unscaled by the scale they were made with. Whether a step was skipped is seen from the step itself, not guessed from
 the scale.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import GradientParts, Precision
 from headway.precision.float8 import check_float8
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)
+
+
+class GradientParts(Protocol):
+    """Where gradients lie, as the strategy knows."""
+
+    @property
+    def capabilities(self) -> Any: ...
+
+    @property
+    def everyone(self) -> Collectives: ...
+
+    def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""
+
+
+class Precision:
+    """What a number format adds to a training step. This one is full precision: tensors keep the dtypes they have."""
+
+    name = "no"
+    is_mixed = False
+    scaler: torch.amp.GradScaler | None = None
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        return nullcontext()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward should see it."""
+        return loss
+
+    def gradient_scale(self) -> float:
+        """What gradients that are not unscaled yet have been multiplied by; on an accelerator the host waits for it."""
+        return 1.0
+
+    def unscaled_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of gradients that are not unscaled yet as that of their true values; nobody waits."""
+        return norm
+
+    def adjust(self) -> None:
+        """No optimizer waits for a step: the scale may change now."""
+
+    def settle(self, num_optimizers: int) -> None:
+        """Adjust where all of so many optimizers have stepped; what is asked about the scale now is up to date."""
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's gradients true values; harmless when repeated."""
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's gradients are dropped: the next ones are not unscaled yet."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Step the optimizer; False where the update was skipped."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a window back."""
+        return None
+
+    def restore(self, snapshot: object) -> None:
+        """Go back to a snapshot, which stays good."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
 
 
 def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
@@ -195,10 +268,7 @@ class Fp16Precision(Bf16Precision):
         if not scaler.is_enabled():
             return None
         tensors = [None if value is None else value.clone() for value in (scaler._scale, scaler._growth_tracker)]
-        states = {
-            key: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
-            for key, state in scaler._per_optimizer_states.items()
-        }
+        states = _copied(scaler._per_optimizer_states)
         return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
 
     def restore(self, snapshot: Any) -> None:
@@ -209,10 +279,7 @@ class Fp16Precision(Bf16Precision):
         scaler = self.scaler
         scaler._scale, scaler._growth_tracker = (None if v is None else v.clone() for v in (scale, growth))
         scaler._per_optimizer_states.clear()
-        for key, state in states.items():
-            scaler._per_optimizer_states[key] = {
-                name: dict(value) if isinstance(value, dict) else value for name, value in state.items()
-            }
+        scaler._per_optimizer_states.update(_copied(states))
         self._probes, self._unscaled = dict(probes), set(unscaled)
         self._stepped, self._dropped = set(stepped), list(dropped)
 
@@ -224,6 +291,14 @@ class Fp16Precision(Bf16Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a scaler's state."""
         self.scaler.load_state_dict(state)
+
+
+def _copied(states: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What torch's scaler knows of each optimizer, in dicts of its own."""
+    return {
+        key: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+        for key, state in states.items()
+    }
 
 
 def is_bf16_emulated(hardware: Hardware) -> bool:

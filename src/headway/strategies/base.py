@@ -12,7 +12,7 @@ import torch
 
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import CollectiveError, PrepareError, UnsupportedError
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.transfers import move

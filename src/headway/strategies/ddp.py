@@ -31,7 +31,7 @@ from headway.config.engines import DDPCommunicationHookType as Hook
 from headway.config.engines import DistributedDataParallelKwargs
 from headway.errors import HeadwayError, StateError, UnsupportedError
 from headway.memory import attempt
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.group import CPU_ENGINE, engine_of

@@ -13,7 +13,7 @@ import torch
 
 from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 

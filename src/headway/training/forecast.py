@@ -30,7 +30,7 @@ from headway.offload.spread import spread_over
 from headway.precision.mixed import halve_embeddings
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime
-from headway.strategies.base import Strategy
+from headway.training.hooks import RunParts
 from headway.training.prepared.optimizer import PreparedOptimizer
 
 Forward = Callable[[Any, Any], torch.Tensor]
@@ -45,20 +45,14 @@ class TrainingSetup:
     """How an Accelerator trains.
 
     Attributes:
-        strategy: how models are spread.
-        runtime: this process.
-        precision: "no", "bf16", "fp16" or "fp8".
+        parts: of the run.
         options: of the engines underneath.
-        accumulation: micro-batches of an update.
         compiles: prepare() compiles models.
         recompute: from the model and its copy: lets the copy recompute what the model does, or will once it is prepared.
     """
 
-    strategy: Strategy
-    runtime: ProcessRuntime
-    precision: str
+    parts: RunParts
     options: EngineOptions
-    accumulation: int
     compiles: bool
     recompute: Callable[[nn.Module, nn.Module], None]
 
@@ -95,7 +89,7 @@ class _Called(nn.Module):
 def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
     """Answer it; `Accelerator.forecast` says what is raised."""
     _check(question, setting)
-    target, limit = _target(question, setting.runtime)
+    target, limit = _target(question, setting.parts.runtime)
     rows = BatchResizer(question.batch)
     recipe, caveats = _recipe(question, setting)
     is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
@@ -105,7 +99,7 @@ def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
         recipe,
         target,
         is_expandable=is_expandable,
-        spread=partial(_replica, setting) if setting.strategy.name == "ddp" else None,
+        spread=partial(_replica, setting) if setting.parts.strategy.name == "ddp" else None,
     )
     with untouched(question.model), torch.inference_mode(False), torch.enable_grad():
         found = step.forecast(rows.num_rows, limit, question.largest)
@@ -117,19 +111,19 @@ def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
 
 
 def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
-    model = question.model
+    model, strategy, precision = question.model, setting.parts.strategy.name, setting.parts.precision.name
     if not isinstance(model, nn.Module):
         raise ConfigError(f"forecast() got a {type(model).__name__} as its model; give the torch.nn.Module")
     if question.loss is not None and question.forward is not None:
         raise ConfigError("forward= makes the loss itself, so loss= would not be called; give one of them")
-    if setting.strategy.name not in _REPLICATED:
+    if strategy not in _REPLICATED:
         raise UnsupportedError(
-            f"accelerator.forecast does not know what the {setting.strategy.name} strategy leaves on a process; before a run, "
+            f"accelerator.forecast does not know what the {strategy} strategy leaves on a process; before a run, "
             "headway.forecast(strategy=..., ranks=...) and `headway estimate --strategy` do"
         )
-    if setting.precision not in PRECISIONS:
+    if precision not in PRECISIONS:
         raise UnsupportedError(
-            f"mixed_precision={setting.precision!r} cannot be forecast yet; allowed: {', '.join(PRECISIONS)}"
+            f"mixed_precision={precision!r} cannot be forecast yet; allowed: {', '.join(PRECISIONS)}"
         )
     refuse_compiled(model)
     if setting.compiles:
@@ -137,7 +131,7 @@ def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
             "prepare() compiles the model (dynamo_backend), and what compiled graphs ask for is not known before they are compiled. "
             "Forecast with an Accelerator that does not compile; a compiled step mostly takes less"
         )
-    places = spread_over(model, setting.runtime.device)
+    places = spread_over(model, setting.parts.runtime.device)
     if places:
         raise UnsupportedError(
             f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on one"
@@ -183,9 +177,9 @@ def _recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[StepReci
     recipe = StepRecipe(
         made,
         None if question.forward is not None else question.loss,
-        setting.precision if setting.options.autocast.enabled else "no",
+        setting.parts.precision.name if setting.options.autocast.enabled else "no",
         # From the second micro-batch on gradients are there in forward; later ones take no more.
-        min(setting.accumulation, 2),
+        min(setting.parts.windows.num_steps, 2),
         question.max_norm,
         loop=question.loop,
     )

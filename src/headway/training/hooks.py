@@ -1,6 +1,8 @@
-"""Who looks on at a training step: the functions that hear of its moments, and what is told where nobody asked for a guard.
+"""What a run is made of, and who looks on at its steps: hooks, notices where nobody asked for a guard, and the first window.
 
-Told, not prevented, and so nobody waits: a loss that lies on a device is read an update late. What prevents is `finite.py`.
+Notices tell and do not prevent, so nobody waits: a loss that lies on a device is read an update late. What prevents is `finite.py`.
+
+What the first window tells about a loop: scaled losses, gradients cleared midway, what is no loss.
 """
 
 import math
@@ -8,17 +10,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from headway.common import scope
+from headway.data.loader import LoaderEvents
+from headway.errors import LossError, StateError
 from headway.log import get_logger
+from headway.precision.mixed import Precision
 from headway.runtime import events, process
 from headway.runtime.control_plane import control
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.transfers import Readback
+from headway.strategies.base import Strategy
 from headway.strategies.fully_sharded.dtensors import local
+from headway.training.prepared.objects import PreparedObjects
 from headway.training.windows import AccumulationWindows, UpdateClock
 
 
@@ -49,6 +56,31 @@ class StepHooks:
     reduced: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     phases: list[Callable[[str], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class RunParts:
+    """What the run of one Accelerator is made of, for its step, and for what guards and checks it.
+
+    Attributes:
+        windows: the state of its windows.
+        clock: counts its updates.
+        prepared: the objects that are trained.
+        strategy: runs backward and reduces.
+        precision: scales losses.
+        events: of its loaders.
+        runtime: this process.
+        moments: who hears of its steps.
+    """
+
+    windows: AccumulationWindows
+    clock: UpdateClock
+    prepared: PreparedObjects
+    strategy: Strategy
+    precision: Precision
+    events: LoaderEvents
+    runtime: ProcessRuntime
+    moments: StepHooks
 
 
 log = get_logger(__name__)
@@ -167,3 +199,121 @@ class SkippedUpdates:
 def _numbers() -> "count[int]":
     """Numbers the notices of this process; every rank makes the same ones."""
     return count()
+
+
+# ---------------------------------------------------------------- the first window
+
+BY_HAND = (
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
+    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
+)
+_SCALED = (
+    "the loss was %s by %d, which is the number of %s, before it came to backward(). backward() accounts for that itself: give it "
+    "the loss as it is. If the number means something else here, this warning does not concern you"
+)
+_CLEARED = (
+    "the gradients of the window in progress were cleared between two of its micro-batches: by model.zero_grad(), or by an "
+    "optimizer that is not prepared. Call zero_grad() on what prepare() returned for the optimizer; it waits for the window's end"
+)
+_SEVERAL_BATCHES = (
+    "two losses came in one accumulate() block in which several batches of a loader were read. A block is one micro-batch, with "
+    "one loss, or with several over the same samples: give each batch a block of its own"
+)
+
+
+class FirstWindow:
+    """Looks at each backward of the first window; later ones cost nothing.
+
+    Args:
+        parts: of the run.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self._windows, self._prepared, self._strategy = parts.windows, parts.prepared, parts.strategy
+        self._had_gradients = False
+        self._scaled: tuple[object, ...] = ()
+        """What is to be said of the micro-batch's loss, unless another one follows: two halves make a mean."""
+
+    def before_backward(self, loss: torch.Tensor, is_weighed: bool) -> None:
+        """A loss comes to backward.
+
+        Args:
+            loss: a scalar with a graph.
+            is_weighed: backward divides it, by a weight that nobody gave.
+
+        Raises:
+            StateError: gradients have been cleared within the window, or two batches share a block.
+        """
+        window = self._windows.current
+        if window.micro_weight is not None and self._windows.num_read > 1:
+            raise StateError(_SEVERAL_BATCHES)
+        # A batch in pieces has what came before it set aside.
+        if not self._windows.is_cut and window.has_gradient and self._had_gradients and not self._has_gradients():
+            raise StateError(_CLEARED)
+        if window.micro_weight is None:
+            self._tell()
+            self._scaled = self._scale(loss) if is_weighed else ()
+        else:
+            self._scaled = ()
+
+    def after_backward(self) -> None:
+        """It has run."""
+        is_closed = self._windows.current.is_closed
+        self._had_gradients = not is_closed and self._has_gradients()
+        if is_closed:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._scaled:
+            log.warning_once(_SCALED, *self._scaled)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._prepared.parameters_of(self._windows.current))
+
+    def _scale(self, loss: torch.Tensor) -> tuple[object, ...]:
+        """What the last operation of its graph has multiplied it by, where that is a number of the run's."""
+        kind, factor = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
+        if kind not in ("DivBackward0", "MulBackward0") or not isinstance(factor, torch.Tensor):
+            return ()
+        if factor.ndim or factor.device.type != "cpu":  # a tensor of the script's
+            return ()
+        steps, ranks = self._windows.num_steps, self._strategy.everyone.world_size
+        number = factor.item()
+        if steps > 1 and number == (steps if kind == "DivBackward0" else 1 / steps):
+            return "divided", steps, "micro-batches of an update"
+        if ranks > 1 and kind == "MulBackward0" and number in (ranks, ranks * steps):
+            return "multiplied", number, "processes" if number == ranks else "processes times micro-batches"
+        return ()
+
+
+def refuse_loss(loss: Any) -> NoReturn:
+    """Say why.
+
+    Raises:
+        LossError: no tensor, no scalar, or no graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(
+            f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)"
+        )
+    if loss.numel() != 1:
+        raise LossError(
+            f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
+            "weight= and reduction='sum'"
+        )
+    raise LossError(
+        "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
+        "torch.no_grad(), detached, or are all parameters frozen?"
+    )
+
+
+def refuse_weight(weight: float | None, reduction: str) -> NoReturn:
+    """Say why.
+
+    Raises:
+        LossError: an unknown reduction, or a weight that is negative or not finite.
+    """
+    if reduction not in ("mean", "sum"):
+        raise LossError(f"reduction={reduction!r}; allowed: 'mean' (of `weight` items) and 'sum' (over `weight` items)")
+    raise LossError(f"weight={weight!r}; give the number of items the loss was taken over, 0 or more")

@@ -16,6 +16,7 @@ import torch
 from headway.errors import ConfigError, PrepareError, StateError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Strategy
+from headway.training.weights import bucketed
 from headway.training.windows import AccumulationWindows
 
 _GROUP_BYTES = 256 << 20
@@ -161,18 +162,5 @@ class LocalSGD:
 
 def means(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
     """The mean over the ranks of each tensor, in the order given."""
-    for group in _groups(values):
+    for group in bucketed(((each, each.nbytes) for each in values), _GROUP_BYTES):
         yield from collectives.reduce([each.detach() for each in group], "mean")
-
-
-def _groups(values: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    group: list[torch.Tensor] = []
-    size = 0
-    for value in values:
-        if group and size + value.nbytes > _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(value)
-        size += value.nbytes
-    if group:
-        yield group

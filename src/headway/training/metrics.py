@@ -1,6 +1,7 @@
 """Gathering per-sample results: each rank drops its padding, then rows are joined in the data's order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -67,38 +68,31 @@ def _full_size(loader: PreparedLoader | None) -> int | None:
     return total // len(counts) if total and counts else None
 
 
+@dataclass
 class _Gathering:
     """What to gather, and how to put it back: tensors in one list, per-sample sequences in another."""
 
-    def __init__(
-        self,
-        num_rows: int | None,
-        num_valid: int | None,
-        full_size: int | None,
-        is_list_per_sample: bool,
-        collectives: Collectives,
-    ) -> None:
-        self.collectives = collectives
-        self.num_rows = num_rows
-        self.num_valid = num_valid
-        self.full_size = full_size
-        self.is_list_per_sample = is_list_per_sample
-        self.tensors: list[torch.Tensor] = []
-        self.sequences: list[Any] = []
-        self._joined: Iterator[torch.Tensor] = iter(())
-        self._lists: Iterator[Sequence[Any]] = iter(())
+    num_rows: int | None
+    num_valid: int | None
+    full_size: int | None
+    is_list_per_sample: bool
+    collectives: Collectives
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sequences: list[Any] = field(default_factory=list)
+    joined: Iterator[torch.Tensor] = field(init=False)
+    lists: Iterator[Sequence[Any]] = field(init=False)
 
     def gather(self) -> None:
         """All ranks give what was read."""
-        self._joined = iter(self.collectives.gather(self.tensors))
-        self._lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
+        self.joined = iter(self.collectives.gather(self.tensors))
+        self.lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
 
     def read(self, tree: Tree) -> Callable[[], Any]:
         """Note the leaves; returns what puts their gathered values together as the tree is."""
         if isinstance(tree, torch.Tensor):
             self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
             self.tensors.append(tree[: self.num_valid])
-            return lambda: next(self._joined)
+            return lambda: next(self.joined)
         if isinstance(tree, Mapping):
             named = {key: self.read(value) for key, value in tree.items()}
             return lambda: {key: value() for key, value in named.items()}
@@ -116,7 +110,7 @@ class _Gathering:
                 "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
             )
         self.sequences.append(tree[: self.num_valid])
-        return lambda: _joined(next(self._lists))
+        return lambda: _joined(next(self.lists))
 
     def _is_structure(self, values: list[Any]) -> bool:
         is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from headway.strategies.base import Strategy
-from headway.training.prepared.objects import PreparedObjects
-from headway.training.windows import AccumulationWindow, AccumulationWindows
+from headway.training.hooks import RunParts
+from headway.training.prepared.objects import held_by
+from headway.training.windows import AccumulationWindow
 
 TWO_TURNS = (
     "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
@@ -42,15 +42,11 @@ class ModelTurns:
     """Whose turn it is.
 
     Args:
-        windows: of the run.
-        prepared: what is trained.
-        strategy: takes gradients out and puts them back.
+        parts: of the run.
     """
 
-    def __init__(self, windows: AccumulationWindows, prepared: PreparedObjects, strategy: Strategy) -> None:
-        self._windows = windows
-        self._prepared = prepared
-        self._strategy = strategy
+    def __init__(self, parts: RunParts) -> None:
+        self._windows, self._prepared, self._strategy = parts.windows, parts.prepared, parts.strategy
         self._others: dict[frozenset[int], OtherModels] = {}
         self._models: dict[int, set[int]] = {}
         self._known: Any = None
@@ -90,7 +86,7 @@ class ModelTurns:
         """The window in which the models of an optimizer have learned last, at its turn now; None: in none."""
         self._look()
         if id(optimizer) not in self._models:
-            self._models[id(optimizer)] = self.models_of(_parameters(optimizer))
+            self._models[id(optimizer)] = self.models_of(held_by(optimizer))
         return self._window(self._models[id(optimizer)])
 
     def window_with(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
@@ -135,7 +131,7 @@ class ModelTurns:
         return {models[0] for models in found if len(models) == 1}
 
     def _find_others(self, models: frozenset[int]) -> OtherModels:
-        held = [{id(p): p for p in _parameters(each.optimizer)} for each in self._prepared.optimizers]
+        held = [{id(p): p for p in held_by(each.optimizer)} for each in self._prepared.optimizers]
         links = [self.models_of(each.values()) for each in held]
         together, size = set(models), -1
         while len(together) != size:
@@ -150,7 +146,3 @@ class ModelTurns:
             if any(id(p) in apart for p in self._prepared.parameters[id(model)])
         ]
         return OtherModels(tuple(apart.values()), tuple(theirs))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,6 +1,7 @@
 """The run as its Accelerator set it up, for what scripts ask without the Accelerator: states and free functions."""
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headway.config.engines import TorchDynamoPlugin
@@ -9,12 +10,14 @@ from headway.runtime.collectives.checked import Collectives
 from headway.training.windows import AccumulationWindows
 
 
+@dataclass(eq=False)
 class AcceleratorRun:
     """One Accelerator's run; `AcceleratorRun.latest` is that of the Accelerator built last.
 
     Attributes:
         collectives: the way to the other processes.
         mixed_precision: "no", "bf16" or "fp16".
+        windows: held weakly, so that what was prepared goes with its Accelerator.
         adjust_scheduler: schedules are counted in micro-batches.
         chosen: how the run is spread.
         dynamo_plugin: what the Accelerator was given.
@@ -23,29 +26,19 @@ class AcceleratorRun:
     """
 
     latest: ClassVar["AcceleratorRun | None"] = None
+    collectives: Collectives
+    mixed_precision: str
+    windows: weakref.ref[AccumulationWindows]
+    adjust_scheduler: bool
+    chosen: ResolvedLayout
+    dynamo_plugin: TorchDynamoPlugin
+    device_mesh: Any = None
+    answers_after_end: bool = True
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        mixed_precision: str,
-        accumulation: AccumulationWindows,
-        adjust_scheduler: bool,
-        chosen: ResolvedLayout,
-        dynamo_plugin: TorchDynamoPlugin,
-        device_mesh: Any = None,
-    ) -> None:
-        self.collectives = collectives
-        self.mixed_precision = mixed_precision
-        self.adjust_scheduler = adjust_scheduler
-        self.chosen = chosen
-        self.dynamo_plugin = dynamo_plugin
-        self.device_mesh = device_mesh
-        self.answers_after_end = True
-        # Weakly: what was prepared goes with its Accelerator.
-        self._accumulation = weakref.ref(accumulation)
+    def __post_init__(self) -> None:
         AcceleratorRun.latest = self
 
     @property
     def accumulation(self) -> AccumulationWindows | None:
         """The windows, while their Accelerator lives."""
-        return self._accumulation()
+        return self.windows()

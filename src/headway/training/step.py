@@ -20,15 +20,20 @@ import torch
 
 from headway.errors import LossError, StateError
 from headway.log import get_logger
-from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
-from headway.training.checks.first_window import BY_HAND, FirstWindow, refuse_loss, refuse_weight
-from headway.training.hooks import NonFiniteNotice, SkippedUpdates, StepHooks
+from headway.training.hooks import (
+    BY_HAND,
+    FirstWindow,
+    NonFiniteNotice,
+    RunParts,
+    SkippedUpdates,
+    refuse_loss,
+    refuse_weight,
+)
 from headway.training.model_turns import TWO_TURNS, ModelTurns
-from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
-from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy
+from headway.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
 
 log = get_logger(__name__)
 
@@ -39,8 +44,8 @@ class StepGuard:
     """Watches the numbers of a step. This one prevents nothing.
 
     Args:
+        parts: of the run.
         notice: is told of losses that are not finite, or may be; None where tensors have no values.
-        skips: counts steps that were not made.
 
     Attributes:
         of_non_finite, of_spikes: the guard itself where `on_non_finite` or `on_spike` asked for it; None: nobody did.
@@ -49,9 +54,10 @@ class StepGuard:
     of_non_finite: Any = None
     of_spikes: Any = None
 
-    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
+    def __init__(self, parts: RunParts, notice: NonFiniteNotice | None = None) -> None:
+        self._parts = parts
         self._notice = notice
-        self._skips = skips
+        self._skips = SkippedUpdates(parts.windows, parts.clock)
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
@@ -87,39 +93,25 @@ class TrainingStep(ABC):
     """What both kinds of a step share.
 
     Args:
-        windows: the state of the run's windows.
-        prepared: the objects that are trained.
-        strategy: runs backward and reduces.
-        precision: scales losses.
+        parts: of the run.
         policy: how losses are divided.
         guard: watches losses and gradients.
-        moments: who hears of them.
 
     Attributes:
+        windows, prepared, strategy, precision, moments: the parts' own.
         turns: of models that learn in turn.
         weighs_losses: what a loss is multiplied by depends on its window, so every backward must come through here.
     """
 
-    def __init__(
-        self,
-        windows: AccumulationWindows,
-        prepared: PreparedObjects,
-        strategy: Strategy,
-        precision: Precision,
-        policy: LossPolicy,
-        guard: StepGuard,
-        moments: StepHooks,
-    ) -> None:
-        self.windows = windows
-        self.prepared = prepared
-        self.strategy = strategy
-        self.precision = precision
+    def __init__(self, parts: RunParts, policy: LossPolicy, guard: StepGuard) -> None:
+        self.parts = parts
+        self.windows, self.prepared, self.moments = parts.windows, parts.prepared, parts.moments
+        self.strategy, self.precision = parts.strategy, parts.precision
         self.guard = guard
-        self.moments = moments
         self.grad_norm: torch.Tensor | None = None
         """Of the last clipping of final gradients."""
-        self.turns = ModelTurns(windows, prepared, strategy)
-        self._first_window = FirstWindow(windows, prepared, strategy)
+        self.turns = ModelTurns(parts)
+        self._first_window = FirstWindow(parts)
         self.weighs_losses = type(policy) is LossPolicy
         self._policy = policy
 

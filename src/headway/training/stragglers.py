@@ -76,7 +76,7 @@ class RankPaces:
             num_updates: made so far.
             seconds: measured so far.
             waited: of these, for data.
-            factor: as for `stragglers`.
+            factor: as for `find_stragglers`.
         """
         seconds_since = seconds - self._reported_seconds
         forwards = [f for f in map(_read_seconds, self._forwards) if f is not None]
@@ -88,7 +88,7 @@ class RankPaces:
         try:
             word = _PACE.pack(self._reported_at, median_low(forwards), wait)
             control.current().set(f"pace/{self._runtime.rank}", word)
-            slow = self.stragglers(factor) if self._runtime.is_main_process else {}
+            slow = find_stragglers(self.latest(), factor) if self._runtime.is_main_process else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
             # Measuring must not end a run.
             log.warning_once("paces of ranks are not compared any more: %s", error)
@@ -109,10 +109,6 @@ class RankPaces:
                 number, forward, wait = _PACE.unpack(plane.get(f"pace/{rank}", timedelta(seconds=10)))
                 found.append(RankPace(rank, number, forward, wait))
         return found
-
-    def stragglers(self, factor: float) -> dict[int, str]:
-        """{rank: in what it is slower than the others}, of what ranks told last; `factor` as for `find_stragglers`."""
-        return find_stragglers(self.latest(), factor)
 
 
 def _read_seconds(forward: Any) -> float | None:

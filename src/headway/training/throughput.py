@@ -38,7 +38,7 @@ from headway.runtime.device import HARDWARE
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.transfers import Readback
 from headway.training.step import TrainingStep
-from headway.training.stragglers import RankPace, RankPaces
+from headway.training.stragglers import RankPace, RankPaces, find_stragglers
 from headway.training.windows import UpdateClock
 
 
@@ -405,7 +405,7 @@ class Throughput:
 
     def stragglers(self) -> dict[int, str]:
         """{rank: in what it is slower than the others}, of what ranks told last."""
-        return self._paces.stragglers(self.factor)
+        return find_stragglers(self._paces.latest(), self.factor)
 
 
 _NUM_ROWS = 50

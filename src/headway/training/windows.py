@@ -161,19 +161,11 @@ class AccumulationWindows:
     """
 
     NOT_ROLLED_BACK: ClassVar[frozenset[str]] = frozenset(
-        {
-            "num_steps",
-            "sync_with_loader",
-            "sync_each",  # settings
-            "active",
-            "_in_hand",
-            "trained_on",
-            "restarted",
-            "_elsewhere",  # of the loop around the batch, and of who listens
-            "piece",
-            "is_inside",
-            "_is_held",  # of the block in hand, which whoever runs the batch again leaves and enters
-        }
+        (
+            *("num_steps", "sync_with_loader", "sync_each"),  # settings
+            *("active", "_in_hand", "trained_on", "restarted", "_elsewhere"),  # of the loop around, and of who listens
+            *("piece", "is_inside", "_is_held"),  # of the block, which whoever runs the batch again leaves and enters
+        )
     )
     """All else that a run of a batch changes goes back when it is run again."""
 
@@ -275,11 +267,9 @@ class AccumulationWindows:
 
     def note_loader(self) -> PreparedLoader | None:
         """The loader in iteration, which is trained on from now on."""
-        if not self.active:
-            return self._elsewhere()
-        loader = self.active[-1]
-        if loader not in self.trained_on:
-            self.trained_on.append(loader)
+        loader = self.loader
+        if self.active and loader not in self.trained_on:
+            self.trained_on.append(self.active[-1])
         return loader
 
     # ---------------------------------------------------------------- questions

@@ -8,7 +8,7 @@ from headway import Accelerator
 from headway.config.engines import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.strategies.base import Capabilities, SingleStrategy
 from headway.strategies.ddp import _named
 

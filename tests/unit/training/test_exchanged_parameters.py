@@ -13,7 +13,7 @@ from headway import Accelerator
 from headway.config import mesh
 from headway.config.engines import EngineOptions
 from headway.errors import PrepareError, UnsupportedError
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, SingleStrategy, Transform
 from tests.distributed.mirror import write_package

@@ -5,7 +5,7 @@ import torch
 
 from headway import Accelerator, LocalSGD
 from headway.errors import ConfigError, PrepareError
-from headway.training.local_sgd import _groups
+from headway.training.local_sgd import means
 
 
 def test_one_process_needs_no_averages():
@@ -26,7 +26,19 @@ def test_impossible_settings():
         LocalSGD(accelerator, 3, 2)
 
 
+class Groups:
+    """Stands for the exchange: notes what is reduced at once."""
+
+    def __init__(self) -> None:
+        self.sizes: list[list[int]] = []
+
+    def reduce(self, group: list[torch.Tensor], how: str) -> list[torch.Tensor]:
+        self.sizes.append([each.numel() for each in group])
+        return group
+
+
 def test_a_large_model_is_averaged_in_groups(monkeypatch):
     monkeypatch.setattr("headway.training.local_sgd._GROUP_BYTES", 8)
-    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)]
-    assert [[p.numel() for p in group] for group in _groups(parameters)] == [[1, 1], [3], [1]]
+    parameters, groups = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)], Groups()
+    assert [each.numel() for each in means(parameters, groups)] == [1, 1, 3, 1]
+    assert groups.sizes == [[1, 1], [3], [1]]

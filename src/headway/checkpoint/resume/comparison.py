@@ -29,7 +29,7 @@ from headway.common.untrusted import printable
 from headway.config.mesh import Layout
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy

@@ -34,7 +34,7 @@ from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, 
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime

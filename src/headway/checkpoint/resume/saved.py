@@ -14,7 +14,7 @@ from headway.checkpoint.format.manifest import LARGEST, TypedReader
 from headway.checkpoint.resume.batch import BatchState
 from headway.checkpoint.resume.checks import check_loaders, check_names, check_objects, check_rng_states, decoded
 from headway.checkpoint.state import CollectedState
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.process import ProcessRuntime
 
 _MOST_RANKS, _MOST_STEPS = 2**24, 2**24

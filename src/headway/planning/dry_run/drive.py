@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.errors import HeadwayError, UnsupportedError
 from headway.forecasting.tracing.step import autocast
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime.collectives.tree import Tree
 from headway.strategies.base import Strategy
 

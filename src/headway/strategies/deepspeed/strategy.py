@@ -18,7 +18,7 @@ from headway.common.optional import require
 from headway.config.engines import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform

@@ -21,7 +21,7 @@ from headway.config.parallelism import ShardingOptions, TensorParallelOptions, T
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import StateError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives

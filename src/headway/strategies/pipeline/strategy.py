@@ -19,7 +19,7 @@ from headway.config.parallelism import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import Precision
+from headway.precision.mixed import Precision
 from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size

@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.runtime import process
+from headway.training.prepared.objects import held_by
 from headway.training.prepared.optimizer import StepWatch
 from headway.training.prepared.registry import AcceleratorRegistration, AcceleratorRegistry, ids_in
 from headway.training.step import TrainingStep
@@ -41,16 +42,12 @@ _MOST_LOOKS = 4
 
 
 class BypassDetector:
-    """Watches the optimizers of this process on behalf of all its Accelerators; hangs on the process runtime.
+    """Watches the optimizers of this process on behalf of all its Accelerators; hangs on the process runtime."""
 
-    Args:
-        neighbours: the Accelerators.
-    """
-
-    def __init__(self, neighbours: AcceleratorRegistry) -> None:
-        self._neighbours = neighbours
+    def __init__(self) -> None:
+        self._neighbours = process.current().scope.own(AcceleratorRegistry)
         self._num_looks = 0
-        self._watch = StepWatch(neighbours, self._judge)
+        self._watch = StepWatch(self._neighbours, self._judge)
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
         """An Accelerator with this step is made, and is known as long as it holds what is returned."""
@@ -65,7 +62,7 @@ class BypassDetector:
         Raises:
             StateError: on parameters that were replaced, or on gradients that are scaled.
         """
-        name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+        name, parameters = type(optimizer).__name__, list(held_by(optimizer))
         preparer, steps = self._neighbours.preparer_of(optimizer), self._neighbours.newest_first()
         stale = [p for p in parameters if any(step.strategy.current(p) is not p for step in steps)]
         if preparer is None and stale:
@@ -126,11 +123,6 @@ class BypassDetector:
             )
 
 
-def build_bypass_detector() -> BypassDetector:
-    """The one of this process's runtime, with which it ends."""
-    return BypassDetector(process.current().scope.own(AcceleratorRegistry))
-
-
 def _may_drift(steps: list[TrainingStep]) -> bool:
     """Is no model prepared at all, or did accelerator.backward run for this step?"""
     is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
@@ -145,7 +137,7 @@ def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
 
 def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Does an engine of the user's own reduce these gradients? Asked once, before a warning."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(held_by(optimizer))
     if any(hasattr(p, "device_mesh") for p in parameters):
         return True
     wanted = set(map(id, parameters))

@@ -19,19 +19,13 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
-from headway.precision.base import Precision
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
-from headway.runtime.process import ProcessRuntime
-from headway.strategies.base import Strategy
 from headway.training.checks.origin import NanOrigin, WindowReplay
-from headway.training.hooks import SkippedUpdates
-from headway.training.prepared.objects import PreparedObjects
+from headway.training.hooks import RunParts
 from headway.training.step import StepGuard
-from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
 
@@ -107,16 +101,12 @@ class _Seen:
 class FiniteGuard(StepGuard):
     """Watches losses and gradients, and refuses updates.
 
+    Where fp16's scaler (torch's or an engine's) looks at gradients itself, what is left to the guard is whether a loss was the
+    reason.
+
     Args:
-        policy: what to do.
-        windows: of the run; loaders that are trained on are ended by the action "stop".
-        prepared: its models; names are asked for only where something is wrong.
-        clock: the run's.
-        strategy: knows which part of the gradients is here, and who takes part in a verdict.
-        has_scaler: fp16's scaler (torch's or an engine's) looks at gradients itself; what is left to the guard is whether a loss
-            was the reason.
-        skips: counts what the scaler skips.
-        replay: runs a bad window again; None: nobody wants to know where it began.
+        chosen: what to do, or the action alone.
+        parts: of the run; loaders that are trained on are ended by the action "stop".
 
     Attributes:
         num_skipped: updates that were left out.
@@ -124,39 +114,32 @@ class FiniteGuard(StepGuard):
         has_stopped: the action "stop" was taken.
         report: the latest message; empty while all is well.
         origin: where the first such value began, on the rank that had it first; None: unknown.
+
+    Raises:
+        ConfigError: an unknown action.
     """
 
-    def __init__(
-        self,
-        policy: NonFinitePolicy,
-        windows: AccumulationWindows,
-        prepared: PreparedObjects,
-        clock: UpdateClock,
-        strategy: Strategy,
-        has_scaler: bool,
-        skips: SkippedUpdates,
-        replay: WindowReplay | None = None,
-    ) -> None:
-        self.policy, self.of_non_finite = policy, self
+    def __init__(self, chosen: str | NonFinitePolicy, parts: RunParts) -> None:
+        super().__init__(parts)
+        self.policy = policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
+        self.of_non_finite = self
         self.origin: NanOrigin | None = None
-        self._replay = replay
+        # What runs a bad window again; None: nobody wants to know where it began.
+        self._replay = WindowReplay(parts) if policy.explains or policy.action == "explain" else None
         self._owes_error = False
         self.num_skipped = self.num_in_row = 0
         self.has_stopped = False
         self.report = ""
-        self._windows = windows
-        self._prepared = prepared
-        self._clock = clock
-        self._strategy = strategy
-        self._group: Collectives = strategy.everyone
-        self._is_whole = strategy.capabilities.whole_gradients
-        self._has_scaler = has_scaler
-        self._skips = skips
+        self._windows, self._prepared, self._clock = parts.windows, parts.prepared, parts.clock
+        self._strategy = parts.strategy
+        self._group: Collectives = parts.strategy.everyone
+        self._is_whole = parts.strategy.capabilities.whole_gradients
+        self._has_scaler = has_scaler(parts)
         self._seen = _Seen()
         self._window = -1
         self._verdict: tuple[tuple[int, int], bool] | None = None
         self._counted = -1
-        windows.restarted.append(self.forget)
+        parts.windows.restarted.append(self.forget)
 
     def forget(self) -> None:
         """The run goes on from another place: windows are numbered afresh. What was counted in all stays."""
@@ -427,43 +410,10 @@ class FiniteGuard(StepGuard):
         return f"update {update}: {'; '.join(told)}: {done}{after}"
 
 
-def build_guard(
-    chosen: str | NonFinitePolicy,
-    windows: AccumulationWindows,
-    prepared: PreparedObjects,
-    clock: UpdateClock,
-    precision: Precision,
-    strategy: Strategy,
-    skips: SkippedUpdates,
-    events: LoaderEvents,
-    runtime: ProcessRuntime,
-) -> "FiniteGuard":
-    """The guard that is asked for.
-
-    Raises:
-        ConfigError: an unknown action.
-    """
-    policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-    scaled, replay = has_scaler(precision, strategy), build_replay(policy, prepared, windows, events, runtime)
-    return FiniteGuard(policy, windows, prepared, clock, strategy, scaled, skips, replay)
-
-
-def build_replay(
-    policy: NonFinitePolicy,
-    prepared: PreparedObjects,
-    windows: AccumulationWindows,
-    events: LoaderEvents,
-    runtime: ProcessRuntime,
-) -> WindowReplay | None:
-    """What runs a bad window again, where the policy wants it."""
-    is_wanted = policy.explains or policy.action == "explain"
-    return WindowReplay(prepared, windows, events, runtime) if is_wanted else None
-
-
-def has_scaler(precision: Precision, strategy: Strategy) -> bool:
+def has_scaler(parts: RunParts) -> bool:
     """Are losses scaled, by torch's scaler or by an engine?"""
-    scaler = precision.scaler
-    return scaler is not None and (scaler.is_enabled() or strategy.capabilities.scales_losses)
+    scaler = parts.precision.scaler
+    return scaler is not None and (scaler.is_enabled() or parts.strategy.capabilities.scales_losses)
 
 
 # ---------------------------------------------------------------- finiteness

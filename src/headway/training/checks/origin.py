@@ -24,13 +24,12 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.common.callsite import Frame, is_users, stack
-from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.loader import PreparedLoader
 from headway.runtime.collectives.tree import find_batch_size, tensors
-from headway.runtime.process import ProcessRuntime
 from headway.strategies.fully_sharded.dtensors import local
+from headway.training.hooks import RunParts
 from headway.training.prepared.objects import PreparedObjects
 from headway.training.replay.snapshot import BatchSnapshot
-from headway.training.windows import AccumulationWindows
 
 _MOST_ROWS = 8
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
@@ -260,29 +259,22 @@ class WindowReplay:
     """Keeps what a window needs to be run again, and has its loader give it again.
 
     Args:
-        prepared, windows, events: of the run.
-        runtime: this process.
+        parts: of the run.
 
     Attributes:
         tracer: looks at the window that is being run again; None: none is.
         is_spent: a window has been run again, or none can be.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        events: LoaderEvents,
-        runtime: ProcessRuntime,
-    ) -> None:
-        self._prepared, self._windows, self._rank = prepared, windows, runtime.rank
+    def __init__(self, parts: RunParts) -> None:
+        self._prepared, self._windows, self._rank = parts.prepared, parts.windows, parts.runtime.rank
         self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=256)
-        self._snapshot = BatchSnapshot(prepared, (), runtime.hardware)
+        self._snapshot = BatchSnapshot(parts.prepared, (), parts.runtime.hardware)
         self._is_armed_for: PreparedLoader | None = None
         self.tracer: OperationTracer | None = None
         self.is_spent = False
-        events.came.append(self._note)
-        events.repeats.append(self._give)
+        parts.events.came.append(self._note)
+        parts.events.repeats.append(self._give)
 
     def _note(self, loader: PreparedLoader) -> None:
         if (

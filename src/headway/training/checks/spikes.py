@@ -14,7 +14,7 @@ rank's own, one for each backward; one above the fence makes its gradient nan, a
 reaches the other ranks with the reduction. On an accelerator losses are compared there, and read with the norms.
 
 Leaving a bad batch out after going back is the remedy of A. Chowdhery et al., PaLM (2022), 5.1, who went back to a checkpoint of
-about 100 updates before; here the state comes from a copy in memory (`replay/rewind.py`).
+about 100 updates before; here the state comes from a copy in memory (`replay/snapshot.py`).
 """
 
 import math
@@ -26,18 +26,12 @@ from typing import Any, Protocol
 
 import torch
 
-from headway.data.loader import LoaderEvents
 from headway.errors import ConfigError, SpikeError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import Precision
 from headway.runtime.events import RunEvent, notify, subscribe
-from headway.runtime.process import ProcessRuntime
-from headway.strategies.base import Strategy
-from headway.training.checks.finite import FiniteGuard, NonFinitePolicy, build_replay, has_scaler
-from headway.training.hooks import SkippedUpdates, StepHooks
-from headway.training.prepared.objects import PreparedObjects
+from headway.training.checks.finite import FiniteGuard, NonFinitePolicy, has_scaler
+from headway.training.hooks import RunParts
 from headway.training.replay.snapshot import Rewind, StateHolder
-from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
 
@@ -141,41 +135,68 @@ class Band:
             self.limit = high + self._fence * max(high - low, _LEAST_WIDTH * abs(high))
 
 
+class RegisteredState(Protocol):
+    """What of a run's state its user or a guard adds: objects registered for checkpoints, and notes for their manifests."""
+
+    notes: dict[str, Any]
+
+    @property
+    def custom(self) -> Sequence[StateHolder]:
+        """The objects."""
+
+
 class SpikeGuard(FiniteGuard):
     """Watches losses and gradients, and refuses updates from outliers, non-finite values included unless `on_non_finite` is set.
 
     Args:
-        policy: what to do.
-        parts: what `FiniteGuard` is given; its policy is that of `on_non_finite`.
-        has_own_policy: `on_non_finite` is set; otherwise a non-finite value is a spike.
-        notes: what goes into manifests.
-        rewind: makes what goes back, this guard's band included; None for the action "skip".
+        chosen: what to do, or the action alone.
+        on_non_finite: what `FiniteGuard` is given; None: a non-finite value is a spike.
+        parts: of the run.
+        state: the run's, which is asked late.
 
     Attributes:
         num_spikes: updates that were refused as spikes.
+
+    Raises:
+        ConfigError: an unknown action.
+        UnsupportedError: gradients are scaled, or the strategy cannot go back.
     """
 
     def __init__(
         self,
-        policy: SpikePolicy,
-        parts: tuple[Any, ...],
-        has_own_policy: bool,
-        notes: Callable[[], dict[str, Any]],
-        rewind: Callable[["SpikeGuard"], Rewind] | None,
+        chosen: str | SpikePolicy,
+        on_non_finite: str | NonFinitePolicy | None,
+        parts: RunParts,
+        state: Callable[[], RegisteredState],
     ) -> None:
-        super().__init__(*parts)
-        self.spike_policy, self.has_own_policy = policy, has_own_policy
-        self.of_spikes, self.of_non_finite = self, self if has_own_policy else None
+        policy = chosen if isinstance(chosen, SpikePolicy) else SpikePolicy(chosen)
+        if has_scaler(parts):
+            raise UnsupportedError(
+                "on_spike reads gradients before the update, where they still have fp16's loss scale and may overflow; use "
+                "mixed_precision='bf16', or leave on_spike out"
+            )
+        super().__init__(on_non_finite or "skip", parts)
+        self.spike_policy, self.has_own_policy = policy, on_non_finite is not None
+        self.of_spikes, self.of_non_finite = self, self if self.has_own_policy else None
         self.num_spikes = 0
-        self._notes = notes
+        self._state = state
         self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
         self._norm = math.nan
         self._new_losses: list[float] = []
         self._squares: tuple[int, list[torch.Tensor]] = -1, []
         self._spikes_in_row = self._num_since = 0
         self._added = -1
-        self._rewind = None if rewind is None else rewind(self)
+        self._rewind = self._make_rewind() if policy.action == "go_back" else None
         subscribe(self._hear)
+
+    def _make_rewind(self) -> Rewind:
+        """What goes back, this guard's band included."""
+        parts, strategy = self._parts, self._strategy
+        strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
+        rewind = Rewind(self.spike_policy.updates, parts, (strategy, self), lambda: self._state().custom)
+        parts.events.asked.append(rewind.before_fetch)
+        parts.moments.before_learning.append(rewind.before_learning)
+        return rewind
 
     def forget(self) -> None:
         """The run goes on from another place. The band stays: a checkpoint brings its own."""
@@ -266,7 +287,7 @@ class SpikeGuard(FiniteGuard):
             self._num_since += 1
             if self._rewind is None or self._num_since >= self.spike_policy.updates:
                 self._spikes_in_row = 0
-            self._notes()[NOTE] = self.snapshot()
+            self._state().notes[NOTE] = self.snapshot()
 
     def snapshot(self) -> dict[str, list[float]]:
         """The band: what `restore` needs, and a checkpoint keeps."""
@@ -277,7 +298,7 @@ class SpikeGuard(FiniteGuard):
         policy = self.spike_policy
         self._norms = Band(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
         self._losses = Band(policy, snapshot.get("losses", ())[-policy.window :])
-        self._notes()[NOTE] = self.snapshot()
+        self._state().notes[NOTE] = self.snapshot()
 
     # ---------------------------------------------------------------- what follows
 
@@ -317,55 +338,3 @@ class SpikeGuard(FiniteGuard):
         band = self._losses if told else self._norms
         seen = f"the median of the last {len(band.values)} is {band.median:.4g}, the fence is at {band.limit:.4g}"
         return f"{'; '.join(told) or f'the gradient norm was {self._norm:.4g}'} ({seen})"
-
-
-class RegisteredState(Protocol):
-    """What of a run's state its user or a guard adds: objects registered for checkpoints, and notes for their manifests."""
-
-    notes: dict[str, Any]
-
-    @property
-    def custom(self) -> Sequence[StateHolder]:
-        """The objects."""
-
-
-def build_spike_guard(
-    chosen: str | SpikePolicy,
-    on_non_finite: str | NonFinitePolicy | None,
-    windows: AccumulationWindows,
-    prepared: PreparedObjects,
-    clock: UpdateClock,
-    precision: Precision,
-    strategy: Strategy,
-    skips: SkippedUpdates,
-    events: LoaderEvents,
-    runtime: ProcessRuntime,
-    moments: StepHooks,
-    state: Callable[[], RegisteredState],
-) -> SpikeGuard:
-    """The guard that is asked for; arguments as for `finite.build_guard`, and the run's state, which is asked late.
-
-    Raises:
-        ConfigError: an unknown action.
-        UnsupportedError: gradients are scaled, or the strategy cannot go back.
-    """
-    policy = chosen if isinstance(chosen, SpikePolicy) else SpikePolicy(chosen)
-    if has_scaler(precision, strategy):
-        raise UnsupportedError(
-            "on_spike reads gradients before the update, where they still have fp16's loss scale and may overflow; use "
-            "mixed_precision='bf16', or leave on_spike out"
-        )
-
-    def make_rewind(guard: SpikeGuard) -> Rewind:
-        strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
-        counters = strategy, guard
-        rewind = Rewind(policy.updates, prepared, windows, clock, runtime.hardware, counters, lambda: state().custom)
-        events.asked.append(rewind.before_fetch)
-        moments.before_learning.append(rewind.before_learning)
-        return rewind
-
-    own = on_non_finite if isinstance(on_non_finite, NonFinitePolicy) else NonFinitePolicy(on_non_finite or "skip")
-    replay = build_replay(own, prepared, windows, events, runtime)
-    parts = (own, windows, prepared, clock, strategy, False, skips, replay)
-    goes_back = make_rewind if policy.action == "go_back" else None
-    return SpikeGuard(policy, parts, on_non_finite is not None, lambda: state().notes, goes_back)

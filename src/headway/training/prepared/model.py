@@ -11,6 +11,7 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 import copyreg
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,42 +39,20 @@ Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 """Told that a model is called, and with what."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = (
-        "autocast",
-        "bare_class",
-        "engine",
-        "is_inside",
-        "keep_local",
-        "lone",
-        "looks",
-        "num_opened",
-        "serves_all",
-        "shards",
-    )
-
-    def __init__(
-        self,
-        bare_class: type,
-        engine: Engine | None,
-        autocast: Callable[[], AbstractContextManager[Any]] | None,
-        keep_local: KeepLocal | None,
-        shards: str | None,
-        looks: Sequence[Look],
-        lone: RankConditionalCallCheck | None,
-    ) -> None:
-        self.bare_class = bare_class
-        self.engine = engine
-        self.autocast = autocast
-        self.keep_local = keep_local
-        self.shards = shards
-        self.looks = looks
-        self.lone = lone
-        self.serves_all = bool(getattr(engine, "serves_evaluation", False))
-        self.is_inside = False
-        self.num_opened = 0
+    bare_class: type
+    engine: Engine | None
+    autocast: Callable[[], AbstractContextManager[Any]] | None
+    keep_local: KeepLocal | None
+    shards: str | None
+    looks: Sequence[Look]
+    lone: RankConditionalCallCheck | None
+    serves_all: bool
+    is_inside: bool = False
+    num_opened: int = 0
 
 
 class PreparedModel:
@@ -271,7 +250,8 @@ def attach(
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks, lone)
+    serves_all = bool(getattr(engine, "serves_evaluation", False))
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks, lone, serves_all)
 
 
 def refuse_copies(model: Any) -> None:

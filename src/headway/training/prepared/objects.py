@@ -20,15 +20,9 @@ class OptimizerEntry(Protocol):
     """
 
     optimizer: torch.optim.Optimizer
-
-    @property
-    def num_updates(self) -> int: ...
-
-    @property
-    def step_was_skipped(self) -> bool: ...
-
-    @property
-    def last_window_length(self) -> int: ...
+    num_updates: int
+    step_was_skipped: bool
+    last_window_length: int
 
     def resume(self, num_updates: int) -> None:
         """Go on from so many updates."""
@@ -63,6 +57,11 @@ class SchedulerEntry(Protocol):
 
     def catch_up(self) -> None:
         """Updates so far count as ticked for."""
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The parameters of all groups of an optimizer of torch's."""
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 class PreparedObjects:

@@ -5,7 +5,6 @@ Optimizers created before prepare() hold the original parameters: a strategy tha
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from headway.log import get_logger
 from headway.runtime import process
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.strategies.base import Strategy
+from headway.training.prepared.objects import held_by
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.step import TrainingStep
-from headway.training.windows import AccumulationWindow, UpdateClock
+from headway.training.windows import AccumulationWindow
 
 log = get_logger(__name__)
 
@@ -51,15 +51,6 @@ _SCALER = (
 _BY_CHECKPOINT = "its engine keeps that: use accelerator.save_state() and accelerator.load_state()"
 
 
-@dataclass
-class _Counts:
-    """What a rollback takes back of a prepared optimizer: all of it."""
-
-    num_updates: int = 0
-    was_skipped: bool = False
-    window_length: int = 1
-
-
 class PreparedOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; unknown attributes are the wrapped one's.
 
@@ -69,12 +60,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the user's.
         step: makes updates.
-        clock: counts them.
         neighbours: the other Accelerators of this process, one of which may have prepared the model.
         looks: told before its state is asked for or set, where this process holds a part of it.
 
     Attributes:
         optimizer: the wrapped one.
+        num_updates: how many of its steps happened.
+        step_was_skipped: did the last step() at a closed window make no update (fp16 overflow, a window of weight zero)?
+        last_window_length: micro-batches of the window that its last update was made from.
     """
 
     _step_supports_amp_scaling = True
@@ -84,49 +77,32 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         step: TrainingStep,
-        clock: UpdateClock,
         neighbours: AcceleratorRegistry,
         looks: RankConditionalCallCheck | None = None,
     ) -> None:
         # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
         self.optimizer = optimizer
-        self._counts = _Counts()
+        self.num_updates, self.step_was_skipped, self.last_window_length = 0, False, 1
         self._step = step
         self._windows = step.windows
         self._strategy = step.strategy
-        self._clock = clock
         self._neighbours = neighbours
         self._looks = looks
         self._checked = -1
         self._last_window = self._asked_in = -1  # windows: of its last update, of its last step()
         neighbours.note_prepared(optimizer, step)
 
-    @property
-    def num_updates(self) -> int:
-        """How many of its steps happened."""
-        return self._counts.num_updates
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Did the last step() at a closed window make no update (fp16 overflow, a window of weight zero)?"""
-        return self._counts.was_skipped
-
-    @property
-    def last_window_length(self) -> int:
-        """Micro-batches of the window that its last update was made from."""
-        return self._counts.window_length
-
     def resume(self, num_updates: int) -> None:
         """Go on from so many updates."""
-        self._counts.num_updates = num_updates
+        self.num_updates = num_updates
 
     def snapshot(self) -> Any:
         """What `restore` needs to take a batch back."""
-        return replace(self._counts)
+        return self.num_updates, self.step_was_skipped, self.last_window_length
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, which stays good."""
-        self._counts = replace(snapshot)
+        self.num_updates, self.step_was_skipped, self.last_window_length = snapshot
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -200,7 +176,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
         windows = self._windows
-        window = self._window() if self._step.are_several else windows.current
+        window = self._window()
         if windows.is_due if not self._step.weighs_losses else window is None or windows.may_clear(window):
             if window is not None and window.is_waiting and window.is_closed and self._weighed_gradients():
                 log.warning_once(_NO_STEP)
@@ -219,7 +195,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         step = self._step
         if "grad_scale" in self.__dict__:
             raise StateError(_SCALER % type(self.optimizer).__name__)
-        window = self._window() if step.are_several else self._windows.current
+        window = self._window()
         if window is None or (window is not self._windows.current and window.number == self._last_window):
             raise StateError(self._left_out())
         if window.was_left and self._step.weighs_losses:
@@ -237,21 +213,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
         did_step = not window.is_empty and step.update(self.optimizer, self._strategy, closure)
         for listener in phases:
             listener("forward")
-        # Where the batch was run again within the update, there may be another window, and other counts.
-        window, counts = (self._window() if step.are_several else self._windows.current) or window, self._counts
-        counts.was_skipped = not did_step
+        # Where the batch was run again within the update, there may be another window.
+        window = self._window() or window
+        self.step_was_skipped = not did_step
         window.is_applied = True
         self._last_window = self._asked_in = window.number
         if did_step:
-            counts.num_updates += 1
-            counts.window_length = window.num_done or 1
-            self._clock.count(window.number)
+            self.num_updates += 1
+            self.last_window_length = window.num_done or 1
+            step.parts.clock.count(window.number)
         if not window.is_empty:
             step.guard.after_step(did_step)
 
     def _window(self) -> AccumulationWindow | None:
         """The one that its models have learned in last."""
-        return self._step.turns.window_of(self.optimizer)
+        step = self._step
+        return step.turns.window_of(self.optimizer) if step.are_several else self._windows.current
 
     def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
         """May it step? Looks for gradients that cannot be those of the window.
@@ -290,11 +267,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _weighed_gradients(self) -> list[torch.Tensor]:
         """What this rank holds of the gradients; none where a backward of the script's own is as good as any."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return self._strategy.local_gradients(parameters) if self._step.weighs_losses else []
+        return self._strategy.local_gradients(held_by(self.optimizer)) if self._step.weighs_losses else []
 
     def _left_out(self) -> str:
-        models = self._step.turns.models_of(p for group in self.optimizer.param_groups for p in group["params"])
+        models = self._step.turns.models_of(held_by(self.optimizer))
         own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in models)
         given = ", ".join(type(model).__name__ for model in self._windows.current.models)
         return (
@@ -309,7 +285,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._strategy.everyone.world_size == 1:
             return
         known = prepared.ids()
-        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        every = list(held_by(self.optimizer))
         owner = None if known.issuperset(map(id, every)) else self._neighbours.owner_of(every)
         if owner is None:
             self.check_owned(known)
@@ -326,7 +302,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             PrepareError: some do not; the message counts them and gives their shapes.
         """
-        strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        strangers = [p for p in held_by(self.optimizer) if id(p) not in known]
         if strangers:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise PrepareError(
@@ -374,7 +350,7 @@ def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
     """The optimizer must not step on what learns in the window in progress."""
     learning = {id(parameter) for parameter in step.prepared.parameters_of(step.windows.current)}
     current = step.strategy.current
-    if any(id(current(p)) in learning for group in optimizer.param_groups for p in group["params"]):
+    if any(id(current(p)) in learning for p in held_by(optimizer)):
         raise StateError(
             f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
             "that the same Accelerator has prepared waits for the window's end: prepare it together with its model, and call "

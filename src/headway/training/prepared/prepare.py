@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from headway.config.layout_choice import launched_on
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
-from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.loader import PreparedLoader
 from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
@@ -19,15 +20,12 @@ from headway.memory import attempt
 from headway.offload.spread import spread_over
 from headway.runtime.collectives.ranks import share_rng_states, synchronize_rng_states
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
-from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.runtime.transfers import move
-from headway.strategies.base import Engine
 from headway.strategies.deepspeed.plugin import DummyOptim, DummyScheduler
 from headway.training.checks.replicas import check_alike, compare_data
-from headway.training.global_batch import derive_steps
 from headway.training.prepared import model as prepared_model
-from headway.training.prepared.objects import OptimizerEntry, SchedulerEntry
+from headway.training.prepared.objects import OptimizerEntry
 from headway.training.prepared.optimizer import PreparedOptimizer, repoint
 from headway.training.prepared.registry import AcceleratorRegistry
 from headway.training.prepared.scheduler import (
@@ -39,11 +37,13 @@ from headway.training.prepared.scheduler import (
     StepsPerUpdate,
     schedule_length,
 )
-from headway.training.pretrained import PretrainedLoads
 from headway.training.step import TrainingStep
-from headway.training.windows import UpdateClock
+from headway.training.weights import PretrainedLoads
 
 log = get_logger(__name__)
+
+_REACH = 4
+"""How many times the fewest rounds are tried before a global batch counts as not divisible."""
 
 
 @dataclass(frozen=True)
@@ -56,100 +56,61 @@ class Wrappers:
     """Do models that are forgotten go on under autocast?"""
 
 
+@dataclass(eq=False)
 class Preparation:
     """Prepares objects for one Accelerator.
 
     Args:
         step: what they take part in; its registry holds them.
-        clock: counts updates.
-        runtime: this process.
-        events: of the run's loaders.
         neighbours: the other Accelerators of this process.
-        loading: how loaders split, pad and move batches.
-        device_placement: move models and batches to the device.
+        loading: how loaders split, pad and move batches; `set_evenness` and `load_by` change it.
+        places: move models and batches to the device.
         rule: how schedules tick.
         follows_optimizer: schedules tick for updates; False: for each call.
         rng_types: RNG states to make equal over ranks when a loader begins.
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
-        rules: what loaders go by; None: torch's.
+        rules: what loaders go by.
         wrappers: what optimizers and schedules become.
 
     Attributes:
-        loading: as above; `set_evenness` and `load_by` change it.
-        places: `device_placement`.
+        models, optimizers, loaders, schedulers: in the order they were prepared.
         weights: what models are filled from.
         loader_rng: what loaders draw their orders from.
-        events: as above.
+        events: of the run's loaders.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        clock: UpdateClock,
-        runtime: ProcessRuntime,
-        events: LoaderEvents,
-        neighbours: AcceleratorRegistry,
-        loading: DataLoaderConfiguration,
-        device_placement: bool,
-        rule: SchedulerStepRule,
-        follows_optimizer: bool,
-        rng_types: tuple[str, ...],
-        global_batch_size: int | None,
-        transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
-        rules: LoadingRules | None = None,
-        wrappers: Wrappers = Wrappers(),
-    ) -> None:
-        self.loading = loading
-        self.events = events
-        self._step = step
-        self._windows = step.windows
-        self._prepared = step.prepared
-        self._strategy = step.strategy
-        self._neighbours = neighbours
-        self._transforms = transforms
+    step: TrainingStep
+    neighbours: AcceleratorRegistry
+    loading: DataLoaderConfiguration
+    places: bool
+    rule: SchedulerStepRule
+    follows_optimizer: bool
+    rng_types: tuple[str, ...]
+    global_batch_size: int | None
+    transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]]
+    rules: LoadingRules
+    wrappers: Wrappers
+
+    def __post_init__(self) -> None:
+        parts = self.step.parts
+        self.events = parts.events
+        self._windows, self._prepared, self._strategy = parts.windows, parts.prepared, parts.strategy
+        self.models, self.optimizers = parts.prepared.models, parts.prepared.optimizers
+        self.loaders, self.schedulers = parts.prepared.loaders, parts.prepared.schedulers
+        self._runtime = parts.runtime
         self._evaluated: set[int] = set()
-        self._rules = rules or LoadingRules()
-        self._wrappers = wrappers
         self.weights = PretrainedLoads(self._strategy)
-        self.loader_rng = LoaderGenerator(is_private=self._is_spread and self._rules.parts_streams)
-        self._clock = clock
-        self._runtime = runtime
-        self.places = device_placement
-        self._rule = rule
+        self.loader_rng = LoaderGenerator(is_private=self._is_spread and self.rules.parts_streams)
         self._tick_base: tuple[int, int] | None = None
-        self._follows_optimizer = follows_optimizer
-        self._rng_types = rng_types
-        self._global_batch_size = global_batch_size
         self._is_sharing = False
-        self._lone = (
-            None if self._strategy.capabilities.lone_forward else RankConditionalCallCheck(runtime, self._strategy.name)
-        )
+        capabilities = self._strategy.capabilities
+        self._lone = None if capabilities.lone_forward else RankConditionalCallCheck(self._runtime, self._strategy.name)
         # Stages of a pipeline are called one after the other, and agree by themselves.
-        is_joint = not self._strategy.capabilities.lone_pieces
+        is_joint = not capabilities.lone_pieces
         lone: Sequence[prepared_model.Look] = (self._lone,) if self._lone is not None and is_joint else ()
-        self._looks = (*lone, *step.moments.before_forward)
+        self._looks = (*lone, *parts.moments.before_forward)
         attempt.register(self)
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """In the order they were prepared."""
-        return self._prepared.models
-
-    @property
-    def optimizers(self) -> list[OptimizerEntry]:
-        """In the order they were prepared."""
-        return self._prepared.optimizers
-
-    @property
-    def loaders(self) -> list[PreparedLoader]:
-        """In the order they were prepared."""
-        return self._prepared.loaders
-
-    @property
-    def schedulers(self) -> list[SchedulerEntry]:
-        """In the order they were prepared."""
-        return self._prepared.schedulers
 
     def prepare(self, objects: Sequence[Any], placement: list[bool] | None, is_strict: bool = False) -> list[Any]:
         """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given.
@@ -189,7 +150,7 @@ class Preparation:
             return "optimizer"
         if isinstance(obj, DataLoader):
             return "loader"
-        if isinstance(obj, DummyScheduler) or self._wrappers.scheduler.wraps(obj):
+        if isinstance(obj, DummyScheduler) or self.wrappers.scheduler.wraps(obj):
             return "scheduler"
         return None
 
@@ -235,40 +196,34 @@ class Preparation:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
-        for transform in self._transforms(False) if is_evaluation else ():
+        for transform in self.transforms(False) if is_evaluation else ():
             transform(model)
         prepared_model.detach(model)  # one that was forgotten, and went on under autocast
-        engine = None if is_evaluation else self._set_up(model)
-        prepared_model.attach(
-            model,
-            engine,
-            self._strategy.forward_context(self._step.precision),
-            partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
-            None if self._strategy.capabilities.copies or is_evaluation else self._strategy.name,
-            () if is_evaluation else self._looks,
-            None if is_evaluation else self._lone,
-        )
-        self._prepared.add_model(model)
         if is_evaluation:
+            prepared_model.attach(model, None, self._strategy.forward_context(self.step.precision))
             self._evaluated.add(id(model))
+        else:
+            self._set_up(model)
+        self._prepared.add_model(model)
         return model
 
     def _compare(self, model: torch.nn.Module) -> None:
         """Have all ranks built the same? What this one lacks may come from files, or from rank 0."""
         steps, expected = str(self._windows.num_steps), self.weights.names(model)
-        settings = {"gradient_accumulation_steps": steps, "mixed_precision": self._step.precision.name}
+        settings = {"gradient_accumulation_steps": steps, "mixed_precision": self.step.precision.name}
         if check_alike(model, settings, self._strategy.everyone):
             expected.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
         self._strategy.expect(expected)
 
-    def _set_up(self, model: torch.nn.Module) -> Engine | None:
-        engine = self._strategy.setup(model, self._transforms(True))
+    def _set_up(self, model: torch.nn.Module) -> None:
+        engine = self._strategy.setup(model, self.transforms(True))
         self.weights.read(model)
-        return engine
-
-    def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
-        learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
-        return learns and self._is_spread and self._strategy.capabilities.deferred_sync
+        context, capabilities = self._strategy.forward_context(self.step.precision), self._strategy.capabilities
+        learns = any(parameter.requires_grad for parameter in model.parameters())
+        is_replicated = learns and self._is_spread and capabilities.deferred_sync
+        keep_local = partial(self._strategy.accumulate, sync=False) if is_replicated else None
+        shards = None if capabilities.copies else self._strategy.name
+        prepared_model.attach(model, engine, context, keep_local, shards, self._looks, self._lone)
 
     @property
     def _is_spread(self) -> bool:
@@ -313,7 +268,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        made = self._wrappers.optimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
+        made = self.wrappers.optimizer(optimizer, self.step, self.neighbours, self._lone)
         self.optimizers.append(made)
         return made
 
@@ -321,8 +276,8 @@ class Preparation:
         """Let an engine that takes a model and its optimizer together have them, once both are known."""
         optimizers, count = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
         rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
-        for made in self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows):
-            self._neighbours.note_prepared(made, self._step)
+        for made in self._strategy.adopt(optimizers, self.step.precision.name, self._windows.num_steps, rows):
+            self.neighbours.note_prepared(made, self.step)
 
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
@@ -348,21 +303,42 @@ class Preparation:
             everyone=self._strategy.everyone,
             events=self.events,
             seed=self._seed(),
-            rng_types=self._rng_types,
+            rng_types=self.rng_types,
             stream=self.loader_rng,
-            rules=self._rules,
+            rules=self.rules,
         )
-        self._synchronise()
-        self._prepared.add_loader(made)
-        if self._global_batch_size is not None and len(self.loaders) == 1:
-            count, ranks = self._strategy.data_shard.count, self._strategy.everyone.world_size
-            self._windows.set_steps(derive_steps(made, self._global_batch_size, count, ranks))
-        return made
-
-    def _synchronise(self) -> None:
-        others = [name for name in self._rng_types if name != "generator"]
+        others = [name for name in self.rng_types if name != "generator"]
         if others:
             synchronize_rng_states(others)
+        self._prepared.add_loader(made)
+        if self.global_batch_size is not None and len(self.loaders) == 1:
+            self._windows.set_steps(self._derive_steps(made, self.global_batch_size))
+        return made
+
+    def _derive_steps(self, loader: PreparedLoader, wanted: int) -> int:
+        """The micro-batches per update of so many samples; the loader is told where they have to be of different sizes.
+
+        Raises:
+            ConfigError: the ranks' batches do not make it up. Where machines were lost that is not the script's doing: it is split
+                unevenly then.
+        """
+        num_shards, per_step = self._strategy.data_shard.count, loader.total_batch_size
+        if per_step and wanted % per_step == 0:
+            steps = wanted // per_step
+            log.info("global batch %d = %d per process x %d processes x %d accumulation steps",
+                     wanted, per_step // num_shards, num_shards, steps)  # fmt: skip
+            return steps
+        if per_step and launched_on(self._strategy.everyone.world_size) is not None:
+            fewest = -(-wanted // per_step)
+            for steps in range(fewest, _REACH * fewest + 1):
+                if loader.fits_window(wanted, steps):
+                    loader.ask_window(wanted, steps, per_step)
+                    log.warning_once("the global batch of %d samples is split unevenly among the ranks", wanted)
+                    return steps
+        raise ConfigError(
+            f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
+            "multiple, or another batch size for the loader"
+        )
 
     def _seed(self) -> int:
         """Rank 0's seed for the next loader; every loader has an order of its own."""
@@ -373,7 +349,7 @@ class Preparation:
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap, bound to its prepared optimizer; say once how it will tick."""
-        rule = self._rule
+        rule = self.rule
         if isinstance(scheduler, DummyScheduler):
             scheduler = self._strategy.stand_for(scheduler, self.tick_base[0])
             rule = StepsPerUpdate()  # such a configuration counts updates
@@ -382,23 +358,23 @@ class Preparation:
                 return cast(PreparedScheduler, known)
         bound = getattr(scheduler, "optimizer", None)
         followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
-        if not followed and self._follows_optimizer and self._wrappers.scheduler.needs_optimizer:
+        if not followed and self.follows_optimizer and self.wrappers.scheduler.needs_optimizer:
             raise PrepareError(
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = self._wrappers.scheduler(
-            scheduler, followed, rule=rule, follows_optimizer=self._follows_optimizer, step=self._step
+        made = self.wrappers.scheduler(
+            scheduler, followed, rule=rule, follows_optimizer=self.follows_optimizer, step=self.step
         )
         self.schedulers.append(made)
-        if self._follows_optimizer and rule is self._rule:
+        if self.follows_optimizer and rule is self.rule:
             self._explain(made)
         return made
 
     # ---------------------------------------------------------------- the clock's word
 
     def _explain(self, scheduler: PreparedScheduler) -> None:
-        name, rule = type(scheduler.scheduler).__name__, self._rule
+        name, rule = type(scheduler.scheduler).__name__, self.rule
         length, end = schedule_length(scheduler.scheduler), ""
         if length is not None:
             updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
@@ -422,12 +398,12 @@ class Preparation:
         if self.tick_base == (num_processes, accumulation):
             return
         self._tick_base = (num_processes, accumulation)
-        if isinstance(self._rule, StepsPerProcess):
-            self._rule = StepsPerProcess(num_processes)
-        elif isinstance(self._rule, StepsPerMicroBatch | KeptSteps):
-            self._rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
+        if isinstance(self.rule, StepsPerProcess):
+            self.rule = StepsPerProcess(num_processes)
+        elif isinstance(self.rule, StepsPerMicroBatch | KeptSteps):
+            self.rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
         for scheduler in self.schedulers:
-            scheduler.go_by(self._rule)
+            scheduler.go_by(self.rule)
 
     # ---------------------------------------------------------------- loaders' evenness, the end
 
@@ -464,15 +440,15 @@ class Preparation:
         for model in self.models:
             if id(model) not in kept:
                 prepared_model.detach(model)
-                if self._wrappers.keeps_precision:
-                    prepared_model.attach(model, None, self._strategy.forward_context(self._step.precision))
+                if self.wrappers.keeps_precision:
+                    prepared_model.attach(model, None, self._strategy.forward_context(self.step.precision))
                 if kept:
                     self._strategy.release(model)
         self._prepared.forget(kept)
         if not self.loaders:
             self.loader_rng.load_state(None)
         self._evaluated &= {id(model) for model in self.models}
-        self._step.release()
+        self.step.release()
         if not self.models:
             self._strategy.release()
 

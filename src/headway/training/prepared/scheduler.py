@@ -150,10 +150,7 @@ class PreparedScheduler(LRScheduler):
         return not isinstance(obj, type) and all(callable(getattr(obj, name, None)) for name in names)
 
     def _count(self) -> int:
-        count = 0
-        for optimizer in self.optimizers:
-            count = max(count, optimizer.num_updates)
-        return count
+        return max([optimizer.num_updates for optimizer in self.optimizers], default=0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick for the update just made; nothing where there was none since the last tick.

@@ -115,10 +115,8 @@ class AllocatorPressure:
         self._statistics = hardware.memory_ability("memory_stats")
         self._device = device
         names = ("memory_stats", "mem_get_info", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
-        self._has_statistics = hardware.kind != "cpu" and all(
-            hardware.memory_ability(name) is not None for name in names
-        )
-        self._peak = PeakReader(hardware, device) if self._has_statistics else None
+        has_statistics = hardware.kind != "cpu" and all(hardware.memory_ability(name) is not None for name in names)
+        self._peak = PeakReader(hardware, device) if has_statistics else None
         self._num_rescues: int | None = None
         self._num_in_a_row = 0
         self._num_votes = 0

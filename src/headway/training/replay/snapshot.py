@@ -18,6 +18,7 @@ pass over the data draws its order when it begins, which going back would draw a
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +30,8 @@ from headway.runtime.collectives.tree import map_tensors, tensors
 from headway.runtime.device import Hardware
 from headway.runtime.seed import read_rng_states, write_rng_states
 from headway.strategies.fully_sharded.dtensors import local
-from headway.training.prepared.objects import PreparedObjects
-from headway.training.windows import AccumulationWindows, UpdateClock
+from headway.training.hooks import RunParts
+from headway.training.prepared.objects import PreparedObjects, held_by
 
 
 class Rewindable(Protocol):
@@ -97,7 +98,7 @@ class BatchSnapshot:
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """zero_grad was called before the window's first backward: what was put aside is dropped."""
-        dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        dropped = set(map(id, held_by(optimizer)))
         self._grads = [(p, grad) for p, grad in self._grads if id(p) not in dropped]
 
     def merge(self) -> None:
@@ -145,7 +146,7 @@ class StepUndo:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [(p, _to_host(p)) for p in _parameters(optimizer)]
+        self._parameters = [(p, _to_host(p)) for p in held_by(optimizer)]
         self._state = {key: map_tensors(_to_host, value) for key, value in optimizer.state.items()}
         self._options = [
             {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
@@ -168,10 +169,6 @@ class StepUndo:
                 del group[name]
             group.update(options)
         vars(self._optimizer).update(self._numbers)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +222,7 @@ class Materialised:
     @property
     def is_complete(self) -> bool:
         """Would the next step only use state that is there?"""
-        return self._is_steady and all(id(p) in self._seen for p in _parameters(self._optimizer) if p.grad is not None)
+        return self._is_steady and all(id(p) in self._seen for p in held_by(self._optimizer) if p.grad is not None)
 
     def measure(self, step: Callable[[], bool]) -> bool:
         """Make the step while counting what it allocates; returns whether it happened."""
@@ -241,7 +238,7 @@ class Materialised:
 
     def confirm(self) -> None:
         """The step stands."""
-        self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+        self._seen.update(id(p) for p in held_by(self._optimizer) if p.grad is not None)
         if not self._is_torchs:
             before, self._layout = self._layout, _layout(self._optimizer)
             self._is_steady = self._layout == before and not isinstance(self._optimizer, torch.optim.LBFGS)
@@ -343,31 +340,24 @@ class RunCopy:
     """The state of a run between two updates.
 
     Args:
-        prepared: models, optimizers, schedules.
-        windows: of the run.
+        parts: of the run.
         counters: what else knows itself how to go back.
-        hardware: whose generator belongs to the state.
         others: registered objects.
+
+    Attributes:
         num_updates: so many were made.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        counters: Sequence[Rewindable],
-        hardware: Hardware,
-        others: Sequence[StateHolder],
-        num_updates: int,
-    ) -> None:
-        self.num_updates = num_updates
+    def __init__(self, parts: RunParts, counters: Sequence[Rewindable], others: Sequence[StateHolder]) -> None:
+        prepared = parts.prepared
+        self.num_updates = parts.clock.num_updates
         self._schedules = list(prepared.schedulers)
-        self._windows = windows
-        self._weights = windows.snapshot()
+        self._windows = parts.windows
+        self._weights = parts.windows.snapshot()
         holders: list[StateHolder] = [*(each.scheduler for each in self._schedules), *others]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in holders]
         self._optimizers = [StepUndo(each.optimizer) for each in prepared.optimizers]
-        self._rest = BatchSnapshot(prepared, counters, hardware)
+        self._rest = BatchSnapshot(prepared, (parts.clock, *counters), parts.runtime.hardware)
         self._rest.take()
         self._rest.give_back()
 
@@ -383,35 +373,27 @@ class RunCopy:
             schedule.catch_up()
 
 
+@dataclass(eq=False)
 class Rewind:
     """Copies the state every `distance` updates, and goes back.
 
     Args:
         distance: in updates.
-        prepared, windows, clock, hardware: of the run.
+        parts: of the run.
         counters: what goes back beside the clock and the prepared optimizers.
         others: the objects that are registered for checkpoints.
     """
 
-    def __init__(
-        self,
-        distance: int,
-        prepared: PreparedObjects,
-        windows: AccumulationWindows,
-        clock: UpdateClock,
-        hardware: Hardware,
-        counters: Sequence[Rewindable],
-        others: Callable[[], Sequence[StateHolder]],
-    ) -> None:
-        self._distance = distance
-        self._prepared, self._windows, self._clock, self._hardware = prepared, windows, clock, hardware
-        self._counters, self._others = (clock, *counters), others
-        self._copies: list[RunCopy] = []
-        self._pass: tuple[int, int] | None = None
+    distance: int
+    parts: RunParts
+    counters: Sequence[Rewindable]
+    others: Callable[[], Sequence[StateHolder]]
+    _copies: list[RunCopy] = field(default_factory=list, init=False)
+    _pass: tuple[int, int] | None = field(default=None, init=False)
 
     def before_fetch(self, loader: PreparedLoader) -> None:
         """A loader is about to read: is a copy due?"""
-        windows = self._windows
+        windows = self.parts.windows
         if windows.is_unfinished or windows.num_read:
             return
         if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
@@ -423,14 +405,14 @@ class Rewind:
 
     def before_learning(self) -> None:
         """A micro-batch is about to begin, of a loop without a prepared loader perhaps."""
-        if not self._windows.active and not self._windows.is_unfinished:
+        windows = self.parts.windows
+        if not windows.active and not windows.is_unfinished:
             self._copy_if_due()
 
     def _copy_if_due(self) -> None:
-        num = self._clock.num_updates
-        if self._prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self._distance):
-            parts = self._prepared, self._windows, self._counters, self._hardware, self._others(), num
-            self._copies = [*self._copies[-1:], RunCopy(*parts)]
+        parts, num = self.parts, self.parts.clock.num_updates
+        if parts.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self.distance):
+            self._copies = [*self._copies[-1:], RunCopy(parts, self.counters, self.others())]
 
     def go_back(self) -> int | None:
         """Go back `distance` to twice `distance` updates, or to the first copy of the pass; returns how many updates that leaves."""

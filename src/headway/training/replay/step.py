@@ -7,19 +7,16 @@ from typing import Any
 import torch
 
 from headway.errors import StateError
-from headway.precision.base import Precision
 from headway.runtime.collectives.tree import Tree, cut_rows, find_batch_size, tensors
-from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.hooks import StepHooks
-from headway.training.prepared.objects import PreparedObjects
+from headway.training.hooks import RunParts
 from headway.training.replay.piece_size import AllocatorPressure, PieceSize
 from headway.training.replay.rounds import Rounds
 from headway.training.replay.snapshot import BatchSnapshot
 from headway.training.replay.transaction import BatchTransaction
 from headway.training.step import StepGuard, TrainingStep
 from headway.training.task import BatchTask, Weigher
-from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy, UpdateClock
+from headway.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
 
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
@@ -37,9 +34,7 @@ class PieceStep(TrainingStep):
     """Each batch in pieces, as a transaction: nothing travels before all ranks have said that their pieces went through.
 
     Args:
-        windows, prepared, strategy, precision, policy, guard, moments: as for every step.
-        clock: counts the updates that a batch run again has to take back.
-        runtime: this process and its device.
+        parts, policy, guard: as for every step.
 
     Attributes:
         transaction: the batch in hand.
@@ -48,26 +43,17 @@ class PieceStep(TrainingStep):
         UnsupportedError: the strategy cannot take a step back.
     """
 
-    def __init__(
-        self,
-        windows: AccumulationWindows,
-        prepared: PreparedObjects,
-        strategy: Strategy,
-        precision: Precision,
-        policy: LossPolicy,
-        guard: StepGuard,
-        moments: StepHooks,
-        clock: UpdateClock,
-        runtime: ProcessRuntime,
-    ) -> None:
-        super().__init__(windows, prepared, strategy, precision, policy, guard, moments)
+    def __init__(self, parts: RunParts, policy: LossPolicy, guard: StepGuard) -> None:
+        super().__init__(parts, policy, guard)
+        strategy, runtime = parts.strategy, parts.runtime
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
-        snapshot = BatchSnapshot(prepared, (windows, clock, precision, strategy), runtime.hardware)
+        rewound = parts.windows, parts.clock, parts.precision, strategy
+        snapshot = BatchSnapshot(parts.prepared, rewound, runtime.hardware)
         # Where each piece is an exchange, its gradients travel at once, and all ranks run as many pieces.
         self._is_joint = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self._is_joint else None
         allocator = AllocatorPressure(runtime.hardware, runtime.device)
-        self.transaction = BatchTransaction(strategy, snapshot, allocator, prepared, rounds)
+        self.transaction = BatchTransaction(strategy, snapshot, allocator, parts.prepared, rounds)
         self._num_batches = 0
         self._all_rows: list[int] = []
 

@@ -13,6 +13,7 @@ meanwhile is told so instead of waiting.
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class TransactionReplay(BaseException):
     """
 
 
+@dataclass(eq=False)
 class BatchTransaction:
     """The batch in hand.
 
@@ -65,26 +67,20 @@ class BatchTransaction:
         num_rows: rows of the largest piece so far.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        snapshot: BatchSnapshot,
-        allocator: AllocatorPressure,
-        prepared: PreparedObjects,
-        rounds: Rounds | None = None,
-    ) -> None:
+    strategy: Strategy
+    snapshot: BatchSnapshot
+    allocator: AllocatorPressure
+    prepared: PreparedObjects
+    rounds: Rounds | None
+
+    def __post_init__(self) -> None:
         self.size = PieceSize()
         self.is_open = False
         self.must_replay = False
         self.again: Callable[[], None] | None = None
         self.tree: Tree = None
         self.num_rows = 1
-        self._strategy = strategy
-        self._group: Collectives = strategy.everyone
-        self._snapshot = snapshot
-        self._allocator = allocator
-        self._prepared = prepared
-        self._rounds = rounds
+        self._group: Collectives = self.strategy.everyone
         self._materialised: dict[int, Materialised] = {}
         self._undo: StepUndo | None = None
         self._actions: list[Callable[[], Any]] = []
@@ -103,12 +99,12 @@ class BatchTransaction:
         """A batch begins; one before it whose update was never made is committed as it is."""
         if self.is_open:
             self.finish()
-        self._snapshot.take()
+        self.snapshot.take()
         self.is_open, self.must_replay, self.again = True, False, again
         self.num_rows = 1
         self._actions.clear()
-        if self._rounds is not None:
-            self._rounds.open()
+        if self.rounds is not None:
+            self.rounds.open()
 
     def hand_out(self, tree: Tree, num_rows: int) -> None:
         """This piece is run next."""
@@ -137,7 +133,7 @@ class BatchTransaction:
             self._replay()
 
     def _end(self) -> None:
-        self._snapshot.merge()
+        self.snapshot.merge()
         self._agree(_END)
         self._commit()
 
@@ -146,7 +142,7 @@ class BatchTransaction:
         if self._undo is not None:
             self._undo.restore()
             self._undo = None
-        self._snapshot.restore()
+        self.snapshot.restore()
         self._waiting.clear()
         self.must_replay = False
         self.num_rows = 1
@@ -155,23 +151,23 @@ class BatchTransaction:
         """The caller left the batch before its end, by `break` or an error: it never happened."""
         if self.is_open:
             if is_window_dropped:
-                self._snapshot.drop()
+                self.snapshot.drop()
             else:
                 self.rollback()
-                self._snapshot.give_back()
+                self.snapshot.give_back()
         self.is_open, self.must_replay, self.again = False, False, None
         self._waiting.clear()
         self._undo = None
         self._close_rounds()
 
     def _close_rounds(self) -> None:
-        if self._rounds is not None:
-            self._rounds.close()
+        if self.rounds is not None:
+            self.rounds.close()
 
     def _commit(self) -> None:
         self._tell_padding()
         self._close_rounds()
-        self._snapshot.drop()
+        self.snapshot.drop()
         self._undo, self.is_open, self.again = None, False, None
         self._actions.clear()
         self._marks.clear()
@@ -182,13 +178,13 @@ class BatchTransaction:
         smaller = self.size.below(self._longest)
         if is_thrashing and smaller:
             log.warning_once("the device's allocator keeps emptying its cache to find memory: pieces become smaller")
-            self._allocator.start_over()
+            self.allocator.start_over()
             self.size.shrink(smaller, self._longest)
             return
         before, num_clean = self.size.limit, self.size.num_clean
         self.size.succeeded(self._longest, self._spare > 0)
         if self.size.num_clean < num_clean:
-            self._allocator.forget_peak()
+            self.allocator.forget_peak()
         if self.size.limit != before:
             log.info("pieces of up to %s rows are tried", self.size.limit)
 
@@ -208,13 +204,13 @@ class BatchTransaction:
     def _vote(self, phase: int, *numbers: float) -> list[list[float]]:
         factor = self.size.next_limit() / self.num_rows
         is_waiting = self.size.limit is not None and self.size.num_clean + 1 >= self.size.patience
-        spare = float(not is_waiting or self._allocator.has_room(factor))
+        spare = float(not is_waiting or self.allocator.has_room(factor))
         below = float(self.size.below(self.num_rows)) if phase == _FAILED else -1.0
         filled = [*numbers, 0.0, 0.0, 0.0][:3]
-        thrashing = float(phase != _FAILED and self._allocator.is_thrashing())
+        thrashing = float(phase != _FAILED and self.allocator.is_thrashing())
         rows = self._group.gather_numbers([float(phase), below, float(self.num_rows), spare, thrashing, *filled], VOTE)
-        if self._rounds is not None:
-            self._rounds.voted()
+        if self.rounds is not None:
+            self.rounds.voted()
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
         if failed:
             self._shrink(rows, failed)
@@ -234,7 +230,7 @@ class BatchTransaction:
         limit = int(min(rows[rank][1] for rank in failed))
         num_rows = int(min(rows[rank][2] for rank in failed))
         self.must_replay = True
-        self._allocator.start_over()
+        self.allocator.start_over()
         if limit < 1:
             raise MemoryExhausted(
                 f"memory ran out on rank {', '.join(map(str, failed))} with pieces of one row: there is nothing smaller to try. "
@@ -266,8 +262,8 @@ class BatchTransaction:
         Raises:
             MemoryExhausted: it did.
         """
-        if self._rounds is not None and self.is_open:
-            self._rounds.check(error)
+        if self.rounds is not None and self.is_open:
+            self.rounds.check(error)
 
     def _fail(self, error: BaseException) -> None:
         """Memory ran out here: free what the attempt holds, and tell the others at their next vote.
@@ -277,8 +273,8 @@ class BatchTransaction:
         """
         log.info("out of memory: %s", error, main_process_only=False)
         free_after(error)
-        if self._rounds is not None:
-            self._rounds.catch_up()
+        if self.rounds is not None:
+            self.rounds.catch_up()
         try:
             self._vote(_FAILED)
         except MemoryExhausted as exhausted:
@@ -292,9 +288,9 @@ class BatchTransaction:
         Raises:
             Replay: memory ran out somewhere.
         """
-        self._snapshot.merge()
-        num_gaps = self._strategy.ready(parameters)
-        rows = self._agree(_GRADIENTS, weight, float(num_gaps), float(self._strategy.data_shard.index))
+        self.snapshot.merge()
+        num_gaps = self.strategy.ready(parameters)
+        rows = self._agree(_GRADIENTS, weight, float(num_gaps), float(self.strategy.data_shard.index))
         weights = {row[2]: row[0] for row in rows}  # several ranks may read one part of the data
         return sum(weights.values()), any(row[1] for row in rows)
 
@@ -307,7 +303,7 @@ class BatchTransaction:
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """zero_grad was called before the window's first backward."""
-        self._snapshot.forget_gradients(optimizer)
+        self.snapshot.forget_gradients(optimizer)
 
     def act(self, action: Callable[[], Any]) -> Any:
         """Do something to final gradients; after a replay of a batch held as a function it is done again."""
@@ -328,18 +324,14 @@ class BatchTransaction:
         """What `action` returned; None where memory ran out and the batch is to be run again."""
         try:
             return (action(),)
-        except TransactionReplay:
-            return None
-        except Exception as error:
-            self._check_rounds(error)
-            if not self.is_open or self.must_replay or not is_out_of_memory(error):
+        except (TransactionReplay, Exception) as error:
+            if not self.takes(error):
                 raise
-            self._fail(error)
             return None
 
     def mark(self) -> None:
         """Note what gradients look like, to notice if they are changed by hand."""
-        self._marks = [(p.grad, p.grad._version) for p in self._snapshot.parameters() if p.grad is not None]
+        self._marks = [(p.grad, p.grad._version) for p in self.snapshot.parameters() if p.grad is not None]
         self._is_changed_by_hand = False
 
     def _look_for_hands(self) -> None:
@@ -405,7 +397,7 @@ class BatchTransaction:
         if not self.is_open:
             did_step = run()
         else:
-            others = [each.optimizer for each in self._prepared.optimizers if each.optimizer is not optimizer]
+            others = [each.optimizer for each in self.prepared.optimizers if each.optimizer is not optimizer]
             done = self._prepare(own, optimizer, others, run)
             self._agree(_STEP)
             self._commit()

@@ -31,7 +31,7 @@ def run(allocator: SimulatedAllocator, num_rows: int, num_batches: int, uses: Ca
     accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=1)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
-    accelerator._training_step.transaction._allocator = AllocatorPressure(CUDA, DEVICE)
+    accelerator._training_step.transaction.allocator = AllocatorPressure(CUDA, DEVICE)
     sizes: list[int] = []
 
     def loss(piece: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     transaction = accelerator._training_step.transaction
-    transaction._allocator = ThrashingOnce()
+    transaction.allocator = ThrashingOnce()
 
     def fail(*_: object) -> None:
         if failures:
