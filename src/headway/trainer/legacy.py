@@ -11,7 +11,7 @@ import torch
 from headway.accelerator import Accelerator
 from headway.config.values import did_you_mean
 from headway.errors import AttributeNotServed, ConfigError
-from headway.weights.published import copy_files
+from headway.weights.export import copy_files
 
 Class = TypeVar("Class", bound=type)
 
