@@ -112,12 +112,7 @@ class TensorEntry:
         about = {"shape": list(self.shape), "dtype": self.dtype}
         if isinstance(self.chunks, ChunkGrid):
             return {**about, "grid": self.chunks.encode()}
-        return {
-            **about,
-            "chunks": [
-                {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in self.chunks
-            ],
-        }
+        return {**about, "chunks": [dict(vars(chunk)) for chunk in self.chunks]}
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,9 @@ def describe(dtype: numpy.dtype[Any]) -> Any:
         CheckpointError: it cannot be made again from a description.
     """
     described = numpy.lib.format.dtype_to_descr(dtype)
+    # Of two C types of one size (long and long long) the common text means one.
     if isinstance(described, str) and build(described).type is not dtype.type:
-        described = (
-            dtype.byteorder + dtype.char
-        )  # of two C types of one size (long and long long) the common text means one
+        described = dtype.byteorder + dtype.char
     if dtype.hasobject or build(described) != dtype:
         raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
     return described

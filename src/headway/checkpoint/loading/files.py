@@ -372,7 +372,8 @@ def open_tensors(
     fetched = store_of(folder).fetched(manifest)
     if fetched is not None:
         wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
-        fetched.fetch_all(sorted({chunk.file for entry in wanted.values() for chunk in entry.chunks}))
+        needed = {chunk.file for entry in wanted.values() for chunk in entry.chunks}
+        fetched.fetch({file: [(0, manifest.files[file].num_bytes)] for file in needed})
         folder = fetched.folder
     files = CheckpointFiles(folder, manifest, fetched)
     for name, entry in manifest.tensors.items():

@@ -143,9 +143,8 @@ def _read_piece(
 def _targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
     """(offset, memory) of blocks from `start` to `end`: the places where there are any, else a block that is used again."""
     spare = memoryview(bytearray(_BLOCK))
-    low = bisect_right(
-        places, start, key=lambda place: place.start + len(place.memory)
-    )  # the first one that ends behind
+    # The first one that ends behind.
+    low = bisect_right(places, start, key=lambda place: place.start + len(place.memory))
     offset = start
     while offset < end:
         place = places[low] if low < len(places) else None
@@ -231,8 +230,6 @@ def find(header: SafetensorsHeader, path: Path, key: str, dtype: torch.dtype, sh
     Raises:
         CheckpointError: it is not.
     """
-    if key not in header.tensors:
-        raise CheckpointError(f"{path} lacks the tensor {key!r} that the manifest places there")
-    spec, start = header.tensors[key]
-    check_spec(spec, dtype, shape, f"{path}: {key}")
+    spec, start = header.tensors.get(key, (None, 0))
+    check_spec(spec, dtype, shape, path, key)
     return start

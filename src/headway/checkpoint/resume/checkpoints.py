@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 else:
     compiled = Later("headway.checkpoint.resume.compiled")
     memory = Later("headway.checkpoint.resume.memory")
-    preemption = Later(
-        "headway.checkpoint.resume.preemption"
-    )  # where nobody listens for signals, nothing of it is needed
+    preemption = Later("headway.checkpoint.resume.preemption")  # needed only where somebody listens for signals
 
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str], None]

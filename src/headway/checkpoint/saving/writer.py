@@ -235,8 +235,9 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
         files, told = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
-    if job.policy.is_told:  # what is kept in memory replaces nothing, and is compared when it is loaded
-        _prove(manifest)
+    # Read as a load will, before it replaces anything; what is kept in memory replaces nothing, and is compared when it is loaded.
+    if job.policy.is_told and Manifest.decode(data := manifest.encode()).encode() != data:
+        raise CheckpointError("the manifest would not come back as it is")
     folders.commit(job.staging, job.final, manifest)
     # It is committed: nothing that fails now may say otherwise.
     try:
@@ -341,21 +342,6 @@ def _assemble(
     }
     content = job.content
     return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about)
-
-
-def _prove(manifest: Manifest) -> None:
-    """Read the manifest as a load will, before it replaces anything.
-
-    Raises:
-        CheckpointError: it could not be loaded.
-    """
-    try:
-        data = manifest.encode()
-        is_alike = Manifest.decode(data).encode() == data
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
-    if not is_alike:
-        raise CheckpointError("the manifest would not come back as it is")
 
 
 def abandon(job: SaveJob) -> None:
