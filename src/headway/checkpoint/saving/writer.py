@@ -23,7 +23,7 @@ from headway.checkpoint import folders
 from headway.checkpoint.format.chunks import TensorChunk, file_of
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
-from headway.checkpoint.saving.snapshot import SavePoint, ShardedTensors, entries, pattern_of
+from headway.checkpoint.saving.snapshot import SavePoint, entries, own_part, pattern_of
 from headway.checkpoint.state import CollectedState
 from headway.checkpoint.stores.disk import sync_folder
 from headway.errors import CheckpointError, ObjectStoreError
@@ -268,16 +268,15 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
     try:
         for arrival in job.arrivals:
             arrival.wait()
-        spread, written = ShardedTensors(job.content.tensors, part or 0), []
+        (spread, told), written = own_part(job.content.tensors, part or 0), []
         parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
-        for file, boxes in spread.files.items():
+        for file, boxes in spread.items():
             parts.setdefault(file, []).extend(boxes)
         for file, tensors in parts.items():
             written.append(write_shard(job.staging / file, tensors, job.share.num_parts))
             prove_shard(job.staging / file, tensors)
         job.confirm()
-        told = {"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **spread.told()}
-        working.write_text(json.dumps(told))
+        working.write_text(json.dumps({"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **told}))
         working.replace(done)
     except BaseException:
         # Taking a file away works on a full disk as well.
