@@ -47,7 +47,8 @@ MAX_HEADER = 100_000_000
 _MAX_AXES, _MAX_BYTES = 64, 2**63 - 1
 _BLOCK = 1024 * 1024
 """What is written at once stays in the processor's cache while it is hashed."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 _COUNTED = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
 
 
@@ -80,7 +81,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     dtype = tensor.dtype
     if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
         return tensor
-    return tensor.view(_INTEGERS[dtype.itemsize])
+    return tensor.view(INTEGERS[dtype.itemsize])
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

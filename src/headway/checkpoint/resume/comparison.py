@@ -21,9 +21,8 @@ from headway.checkpoint.format.manifest import TypedReader
 from headway.checkpoint.format.values import decode
 from headway.checkpoint.loading.restoring import cast_lines, misfits
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.checks import unfit
 from headway.checkpoint.resume.positions import LoaderPositions
-from headway.checkpoint.resume.saved import SavedRun
+from headway.checkpoint.resume.saved import SavedRun, unfit
 from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.common.untrusted import printable
 from headway.config.mesh import Layout

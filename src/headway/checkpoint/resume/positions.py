@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import sampler as samplers
 
 from headway.checkpoint.format.values import encode
-from headway.checkpoint.loading.model import LoadRollback
+from headway.checkpoint.loading.restoring import LoadRollback
 from headway.checkpoint.resume.saved import SavedRun
 from headway.checkpoint.state import CollectedState
 from headway.data.loader import PreparedLoader

@@ -12,13 +12,10 @@ import torch
 
 from headway.checkpoint.format.values import encode
 from headway.checkpoint.loading.files import TargetLayout
-from headway.checkpoint.loading.model import LoadRollback
 from headway.checkpoint.loading.reader import CheckpointReader
-from headway.checkpoint.loading.restoring import restore
+from headway.checkpoint.loading.restoring import LoadRollback, restore
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
 from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
-from headway.checkpoint.resume.frozen import FrozenWeights
-from headway.checkpoint.resume.local import LocalState
 from headway.checkpoint.resume.positions import (
     Changed,
     EvaluationStart,
@@ -29,6 +26,7 @@ from headway.checkpoint.resume.positions import (
     has_changing_state,
 )
 from headway.checkpoint.resume.saved import SavedRun, read_run
+from headway.checkpoint.resume.stand_ins import FrozenWeights, LocalState
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect, parameter_names
 from headway.data.loader import PreparedLoader
