@@ -199,23 +199,13 @@ def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
     return is_same(like.copy_(bits(value)), value)
 
 
-def casts(own: Mapping[str, Any], found: CollectedState, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
-    """(name, the saved dtype, its own) of each weight that a load casts."""
-    prefix = f"model/{index}/"
-    saved = saved_tensors(found, prefix)
-    for name, tensor in _own_tensors(own, prefix).items():
-        if name in saved and saved[name].dtype != tensor.dtype:
-            yield name, saved[name].dtype, tensor.dtype
-
-
-def load_weights(own: Mapping[str, Any], found: CollectedState, index: int) -> None:
-    """Put the saved values into a model's own tensors; `model_misfits` has found none."""
-    prefix = f"model/{index}/"
-    saved = saved_tensors(found, prefix)
-    with torch.no_grad():
-        for name, tensor in _own_tensors(own, prefix).items():
-            for part, values in pairs(tensor, saved[name]):
-                put_in(part, values)
+def _weights(parts: StatefulObjects, found: CollectedState) -> Iterator[tuple[str, Any, Any]]:
+    """(name, own tensor, saved one) of the weights of the models that are loaded; `misfits` has found nothing."""
+    for index, model in parts.chosen():
+        prefix = f"model/{index}/"
+        saved = saved_tensors(found, prefix)
+        for name, tensor in _own_tensors(dict(parts.export(model)), prefix).items():
+            yield name, tensor, saved[name]
 
 
 def put_in(own: torch.Tensor, saved: torch.Tensor) -> None:
@@ -371,10 +361,10 @@ def cast_lines(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """A line for each pair of dtypes that a load of the models casts between."""
     counted: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     first: dict[tuple[torch.dtype, torch.dtype], str] = {}
-    for index, model in parts.chosen():
-        for name, saved, own in casts(dict(parts.export(model)), found, index):
-            counted[saved, own] += 1
-            first.setdefault((saved, own), name)
+    for name, own, saved in _weights(parts, found):
+        if saved.dtype != own.dtype:
+            counted[saved.dtype, own.dtype] += 1
+            first.setdefault((saved.dtype, own.dtype), name)
     return [
         f"{first[pair]}{f' and {count - 1} more tensors' if count > 1 else ''}: {dtype_name(pair[0])} -> {dtype_name(pair[1])}"
         for pair, count in counted.items()
@@ -431,8 +421,10 @@ def restore(
         told = f"but this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
         raise CheckpointError(f"a state could not be taken up ({'; '.join(failures)}); {told}") from cause
     try:
-        for index, model in parts.chosen():
-            load_weights(dict(parts.export(model)), found, index)
+        for _, own, saved in _weights(parts, found):
+            with torch.no_grad():
+                for part, values in pairs(own, saved):
+                    put_in(part, values)
         parts.settle()
     except Exception as error:
         raise CheckpointError(
