@@ -193,10 +193,10 @@ class TrainingPasses:
 
     Args:
         accumulation: counts windows, and knows the loaders in iteration.
-        loaders: gives all prepared ones.
+        loaders: the prepared ones; the list grows.
     """
 
-    def __init__(self, accumulation: AccumulationWindows, loaders: Callable[[], Sequence[PreparedLoader]]) -> None:
+    def __init__(self, accumulation: AccumulationWindows, loaders: Sequence[PreparedLoader]) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
         self._windows: dict[int, int] = {}
@@ -213,7 +213,7 @@ class TrainingPasses:
             self._windows[seed] = accumulation.num_windows
             if len(accumulation.active) == 1:
                 self._over = {
-                    each.seed: self._count(each, loader) for each in self._loaders() if each.seed in self._trained
+                    each.seed: self._count(each, loader) for each in self._loaders if each.seed in self._trained
                 }
         else:
             self._note_trained(loader)
@@ -231,7 +231,7 @@ class TrainingPasses:
         if not self._is_entered_again:
             self._forget()
         self._is_entered_again = False
-        self._made_before = {each.seed: each.num_passes for each in self._loaders()}
+        self._made_before = {each.seed: each.num_passes for each in self._loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
@@ -250,13 +250,13 @@ class TrainingPasses:
 
     def state(self, over: Mapping[int, int]) -> list[int | None]:
         """The same by the loaders' numbers; None for one that was not trained on."""
-        return [over.get(each.seed) for each in self._loaders()]
+        return [over.get(each.seed) for each in self._loaders]
 
     def load(self, counts: Sequence[int | None]) -> None:
         """The run goes on from there; the loaders have their states already."""
         self._forget()
-        self._resumed = {each.seed: count for each, count in zip(self._loaders(), counts) if count is not None}
-        for loader in self._loaders():
+        self._resumed = {each.seed: count for each, count in zip(self._loaders, counts) if count is not None}
+        for loader in self._loaders:
             loader.pass_over(self._resumed.get(loader.seed, 0))
         self._over, self._is_entered_again = dict(self._resumed), True
         self._trained.update(self._resumed)
@@ -287,14 +287,14 @@ class EvaluationStarts:
 
     Attributes:
         accumulation: counts windows, and knows the loaders in iteration.
-        loaders: gives all prepared ones.
+        loaders: the prepared ones; the list grows.
         rng_states: reads the RNG states.
         epoch: the one that a resumed run would begin with.
         passes: which of the epoch's are over.
     """
 
     accumulation: AccumulationWindows
-    loaders: Callable[[], Sequence[PreparedLoader]]
+    loaders: Sequence[PreparedLoader]
     rng_states: Callable[[], dict[str, Any]]
     epoch: Callable[[], int]
     passes: TrainingPasses
@@ -334,7 +334,7 @@ class EvaluationStarts:
         self._beginning = self._now()
 
     def _now(self) -> EvaluationStart:
-        states = [self._rewound(each) for each in self.loaders()]
+        states = [self._rewound(each) for each in self.loaders]
         return EvaluationStart(
             self.rng_states(), states, self.epoch(), self.accumulation.num_windows, self.passes.over()
         )

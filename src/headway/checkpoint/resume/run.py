@@ -15,7 +15,7 @@ from headway.checkpoint.loading.files import TargetLayout
 from headway.checkpoint.loading.reader import CheckpointReader
 from headway.checkpoint.loading.restoring import LoadRollback, restore
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
+from headway.checkpoint.resume.comparison import Restored, RunComparison, layout_of, recount_schedules, schedule_units
 from headway.checkpoint.resume.positions import (
     Changed,
     EvaluationStart,
@@ -84,19 +84,18 @@ class RunState:
         self.run_id: str | None = None
         self._ask: Callable[[PreparedLoader], None] | None = None
         self.before_batches: list[Callable[[PreparedLoader], None]] = []
-        self._passes = TrainingPasses(self.windows, lambda: preparation.loaders)
+        self._passes = TrainingPasses(self.windows, preparation.loaders)
         self.evaluations = EvaluationStarts(
-            self.windows, lambda: preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
+            self.windows, preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
         )
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
         self._batch = GlobalBatch(preparation.loaders, self.windows)
         self._positions = LoaderPositions(preparation.loaders, collectives)
-        self._schedules = Schedules(preparation)
         self._frozen = FrozenWeights(collectives)
         self.local = LocalState(local_training, preparation, collectives)
         self._comparison = RunComparison(
-            runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
+            runtime, collectives, strategy, precision, self._batch, self._positions, preparation
         )
         self._collectives = collectives
         self._strategy = strategy
@@ -335,7 +334,7 @@ class RunState:
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
             "lengths": self._positions.lengths(),
-            "units": self._schedules.units(),
+            "units": schedule_units(preparation),
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "data_shards": self._strategy.data_shard.count,
             "epoch": self.next_epoch(),
@@ -477,7 +476,7 @@ class RunState:
         self.clock.resume(saved.num_updates)
         for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
             optimizer.resume(count)
-        self._schedules.recount(saved)
+        recount_schedules(preparation, saved)
         for scheduler in preparation.schedulers:
             scheduler.catch_up()
         if saved.is_own and saved.pieces and self._step.pieces:  # else the ranks' batches may be others
