@@ -134,9 +134,7 @@ def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
 
 
 def optimizer_misfits(optimizer: torch.optim.Optimizer, names: Mapping[int, str], entry: Any, index: int) -> list[str]:
-    """Everything about a saved state that does not fit this optimizer."""
-    if not isinstance(entry, dict) or not _is_whole(entry):
-        return [f"the saved state of optimizer {index} is not one that was saved"]
+    """Everything about a saved state, which has the parts of one, that does not fit this optimizer."""
     problems = []
     if entry["type"] != type(optimizer).__qualname__:
         problems.append(f"optimizer {index} is {type(optimizer).__qualname__}; the saved one was {entry['type']}")
@@ -151,18 +149,6 @@ def optimizer_misfits(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             + (f"; only saved: {', '.join(extra)}" if extra else "")
         )
     return problems
-
-
-def _is_whole(entry: Mapping[str, Any]) -> bool:
-    """Has it the parts of an optimizer's state, and values of its own parameters only?"""
-    params, groups, values = entry.get("params"), entry.get("groups"), entry.get("values")
-    if not (isinstance(entry.get("type"), str) and "rest" in entry and isinstance(values, dict)):
-        return False
-    if not (isinstance(params, list) and isinstance(groups, list) and len(groups) == len(params)):
-        return False
-    if not all(isinstance(keys, list) and all(isinstance(key, str) for key in keys) for keys in params):
-        return False
-    return values.keys() <= {key for keys in params for key in keys}
 
 
 def decode_optimizer(

@@ -250,8 +250,6 @@ def saved_extras(
 
 def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
     prefix = f"model/{index}/"
-    if not isinstance(found.state["extra"][index], dict):
-        return [f"the saved extra state of model {index} is not one that was saved"]
     saved, mine = saved_extras(found, index), _parts(own, prefix)
     names = {logical(prefix + name).removeprefix(prefix): name for name in own}
     problems = []
@@ -326,35 +324,26 @@ def _replace(model: torch.nn.Module, name: str, value: torch.Tensor, told: str, 
 def misfits(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """Everything about the saved state that does not fit the objects; nothing is changed.
 
-    Raises:
-        CheckpointError: it is nothing that was saved.
+    That it is a state, with a list of each kind, `resume.saved` has seen.
     """
     problems: list[str] = []
-    count = _count(found, "extra")
+    count = len(found.state["extra"])
     if count != len(parts.models):
         advice = "" if parts.models else ": prepare() comes before"
         return [f"{count} models were saved, {len(parts.models)} are prepared{advice}"]
     for index, model in parts.chosen():
         problems += model_misfits(model, dict(parts.export(model)), found, index)
-    count = _count(found, "optimizer")
+    count = len(found.state["optimizer"])
     if count != len(parts.optimizers):
         problems.append(f"{count} optimizers were saved, {len(parts.optimizers)} are prepared")
     names = parameter_names(parts.models)
-    for index, (optimizer, entry) in enumerate(zip(parts.optimizers, found.state["optimizer"] if count else ())):
+    for index, (optimizer, entry) in enumerate(zip(parts.optimizers, found.state["optimizer"])):
         problems += optimizer_misfits(optimizer, names, entry, index)
     for kind, objects in parts.others.items():
-        count = _count(found, kind)
+        count = len(found.state.get(kind, ()))
         if count != len(objects):
             problems.append(f"{count} states of kind {kind!r} were saved, there are {len(objects)} such objects now")
     return problems
-
-
-def _count(found: CollectedState, kind: str) -> int:
-    """How many states of that kind were saved."""
-    states = found.state.get(kind, [])
-    if not isinstance(states, list):
-        raise CheckpointError(f"the manifest has a {type(states).__name__} where the states of kind {kind!r} belong")
-    return len(states)
 
 
 def cast_lines(parts: StatefulObjects, found: CollectedState) -> list[str]:
