@@ -100,16 +100,8 @@ def collect(parts: StatefulObjects) -> CollectedState:
         kept, tied = untied((name, _plain(value)) for name, value in named if is_weight(name, value))
         out.tensors.update(kept)
         out.aliases.update(tied)
-        prefix = f"model/{index}/"
-        extras.append(
-            {
-                name.removeprefix(prefix): encode(
-                    _plain(value), f"extra/{index}/{name.removeprefix(prefix)}", out.tensors
-                )
-                for name, value in named
-                if not is_weight(name, value)
-            }
-        )
+        rest = [(name.split("/", 2)[2], _plain(value)) for name, value in named if not is_weight(name, value)]
+        extras.append({name: encode(value, f"extra/{index}/{name}", out.tensors) for name, value in rest})
     names = parameter_names(parts.models)
     out.state["extra"] = extras
     out.state["optimizer"] = []

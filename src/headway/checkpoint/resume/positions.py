@@ -308,9 +308,9 @@ class EvaluationStarts:
             self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
             # A pass that is resumed may have nothing left: then this is its end.
             if len(accumulation.active) > 1 or loader.num_consumed:
-                self._take()
+                self._beginning = self._now()
         elif loader.is_last and not self.is_one(loader) and not accumulation.is_unfinished:
-            self._take()
+            self._beginning = self._now()
 
     def is_one(self, loader: PreparedLoader) -> bool:
         """Is the pass over this loader an evaluation: has no window begun in it, nor in any before?"""
@@ -329,9 +329,6 @@ class EvaluationStarts:
         """The run went elsewhere: a state was loaded."""
         self._begun.clear()
         self._beginning = None
-
-    def _take(self) -> None:
-        self._beginning = self._now()
 
     def _now(self) -> EvaluationStart:
         states = [self._rewound(each) for each in self.loaders]

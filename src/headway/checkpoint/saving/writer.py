@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,17 +185,11 @@ class SaveWait:
         self._now: set[str] = set()
         self._former: str | None = None
 
-    def joined(self) -> AbstractContextManager[None]:
-        """The main thread waits for the thread that writes."""
-        return self._within({"joined"})
-
-    def collecting(self) -> AbstractContextManager[None]:
-        """This rank's part is written; those of the others are waited for."""
-        is_main = threading.current_thread() is threading.main_thread()
-        return self._within({"collecting", "joined"} if is_main else {"collecting"})
-
     @contextmanager
-    def _within(self, added: set[str]) -> Iterator[None]:
+    def of(self, *what: str) -> Iterator[None]:
+        """This thread waits: "joined", for the thread that writes; "collecting", its part is written, for those of the others."""
+        is_main = threading.current_thread() is threading.main_thread()
+        added = {*what, "joined"} if is_main else {*what}
         self._update(added, set())
         try:
             yield
@@ -231,7 +225,7 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     job.spread()
     if not job.share.leads:
         return None
-    with (wait or SaveWait()).collecting():
+    with (wait or SaveWait()).of("collecting"):
         files, told = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
@@ -250,15 +244,9 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
             job.rotate()
     except (OSError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
-    if not job.policy.is_told:
-        return manifest
-    notify(
-        "checkpoint",
-        step=job.about.get("num_updates"),
-        source=job.source,
-        folder=str(job.final),
-        bytes=manifest.num_bytes(),
-    )
+    if job.policy.is_told:
+        step, num_bytes = job.about.get("num_updates"), manifest.num_bytes()
+        notify("checkpoint", step=step, source=job.source, folder=str(job.final), bytes=num_bytes)
     return manifest
 
 
@@ -339,8 +327,7 @@ def _assemble(
         )
         for name, tensor in job.content.tensors.items()
     }
-    content = job.content
-    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about)
+    return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
 
 
 def abandon(job: SaveJob) -> None:
@@ -386,7 +373,7 @@ class BackgroundSave:
     def join(self) -> None:
         """Wait for the save under way, and keep its error."""
         if self._thread is not None:
-            with self._wait.joined():
+            with self._wait.of("joined"):
                 # Ctrl-C in Thread.join() makes Python take the thread for one that has ended, and not wait for it at the exit.
                 self._is_over.wait()
                 self._thread.join()
