@@ -252,11 +252,11 @@ def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]
         CheckpointError: the file breaks a rule of the format; the message names it.
     """
     with open_regular(path) as file:
-        header = read_header(file, path)
+        places, metadata = read_header(file, path)
         # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {
         name: StoredTensor(spec.shape, spec.dtype, path, start % spec.dtype.itemsize == 0, view, start)
-        for name, (spec, start) in header.tensors.items()
+        for name, (spec, start) in places.items()
     }
-    return tensors, dict(header.metadata)
+    return tensors, metadata

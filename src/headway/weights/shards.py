@@ -101,25 +101,19 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -------------------------------------------------------------------- read
 
 
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """What lies where in a file.
-
-    Attributes:
-        tensors: by name, what it is and where its values begin in the file.
-        metadata: text about the file; of anybody's, so any JSON.
-    """
-
-    tensors: Mapping[str, tuple[TensorSpec, int]]
-    metadata: Mapping[str, Any]
+StoredPlaces = dict[str, tuple[TensorSpec, int]]
+"""By name, what a tensor is and where its values begin in the file."""
 
 
-def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
+def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any]]:
     """Read a file's header, and check all that it says against the file's length.
 
     Args:
         file: at its beginning.
         path: for messages.
+
+    Returns:
+        what lies where, and text about the file; of anybody's, so any JSON.
 
     Raises:
         CheckpointError: the file breaks a rule of the format.
@@ -149,7 +143,7 @@ def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
             else f"{size - end} bytes longer than its header says"
         )
         raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
-    return SafetensorsHeader(tensors, metadata if isinstance(metadata, dict) else {})
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

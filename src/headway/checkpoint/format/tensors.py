@@ -227,7 +227,7 @@ def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         CheckpointError: it could not be loaded.
     """
     with open_regular(path) as file:
-        stored = read_header(file, path).tensors
+        stored, _ = read_header(file, path)
     for name, tensor in tensors:
         if name not in stored or stored[name][0] != stored_as(tensor.dtype, tensor.shape):
             raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")

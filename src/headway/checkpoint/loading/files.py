@@ -25,7 +25,7 @@ from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, pla
 from headway.checkpoint.stores.objects import FetchedCheckpoint
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
-from headway.weights.shards import SafetensorsHeader, bits
+from headway.weights.shards import StoredPlaces, bits
 
 _MOST_OPEN = 64
 """Files that are mapped at once: each takes a descriptor, and a checkpoint has as many files as there were ranks."""
@@ -165,7 +165,7 @@ class UsedRanges:
         self._folder = folder
         self._manifest = manifest
         self._fetched = fetched
-        self._headers: dict[str, SafetensorsHeader] = {}
+        self._headers: dict[str, StoredPlaces] = {}
         self.ranges: Ranges = {}
 
     def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
@@ -198,23 +198,20 @@ class UsedRanges:
                 self.ranges[file] = [(0, max(1, written.num_bytes))]
 
     def _add_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> None:
-        for chunk in overlapping(self._manifest.tensors[name].chunks, offsets, shape):
-            begins, sizes = meeting(chunk, offsets, shape)
-            self._add(name, chunk, begins, sizes)
-
-    def _add(self, name: str, chunk: TensorChunk, begins: Sequence[int], sizes: Sequence[int]) -> None:
-        file, dtype = chunk.file, dtype_named(self._manifest.tensors[name].dtype)
-        path = self._folder / file
-        if file not in self._headers:
-            header = self._headers[file] = header_of(path if self._fetched is None else self._fetched.header(file))
-            values = min((start for _, start in header.tensors.values()), default=1)
-            self.ranges.setdefault(file, []).append((0, values))
-        start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
-        first = last = 0
-        for begin, size, origin, length in zip(begins, sizes, chunk.offsets, chunk.shape):
-            first = first * length + begin - origin
-            last = last * length + begin - origin + size - 1
-        self.ranges[file].append((start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize))
+        entry = self._manifest.tensors[name]
+        for chunk in overlapping(entry.chunks, offsets, shape):
+            file, dtype = chunk.file, dtype_named(entry.dtype)
+            path = self._folder / file
+            if file not in self._headers:
+                header = self._headers[file] = header_of(path if self._fetched is None else self._fetched.header(file))
+                values = min((start for _, start in header.values()), default=1)
+                self.ranges.setdefault(file, []).append((0, values))
+            start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
+            first = last = 0
+            for begin, size, origin, length in zip(*meeting(chunk, offsets, shape), chunk.offsets, chunk.shape):
+                first = first * length + begin - origin
+                last = last * length + begin - origin + size - 1
+            self.ranges[file].append((start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize))
 
 
 class TargetLayout:

@@ -19,7 +19,7 @@ from headway.checkpoint.format.values import dtype_named
 from headway.checkpoint.stores.objects import in_order
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointDamaged, CheckpointError
-from headway.weights.shards import SafetensorsHeader, read_header
+from headway.weights.shards import StoredPlaces, read_header
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
@@ -194,7 +194,7 @@ def _allocate(
     """Tensors without values yet, and by file where they are read from."""
     found: dict[str, torch.Tensor] = {}
     places: dict[str, list[ReadBuffer]] = {}
-    headers: dict[str, SafetensorsHeader] = {}
+    headers: dict[str, StoredPlaces] = {}
     for name in names:
         entry = manifest.tensors[name]
         chunk = entry.chunks[0]
@@ -211,7 +211,7 @@ def _allocate(
     return found, places
 
 
-def header_of(path: Path) -> SafetensorsHeader:
+def header_of(path: Path) -> StoredPlaces:
     """What lies where in a file.
 
     Raises:
@@ -219,17 +219,17 @@ def header_of(path: Path) -> SafetensorsHeader:
     """
     with open_regular(path) as file:
         try:
-            return read_header(file, path)
+            return read_header(file, path)[0]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def find(header: SafetensorsHeader, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def find(header: StoredPlaces, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Where a tensor's bytes begin, which must be as the manifest has it.
 
     Raises:
         CheckpointError: it is not.
     """
-    spec, start = header.tensors.get(key, (None, 0))
+    spec, start = header.get(key, (None, 0))
     check_spec(spec, dtype, shape, path, key)
     return start
