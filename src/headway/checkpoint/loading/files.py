@@ -20,8 +20,7 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manif
 from headway.checkpoint.format.tensors import view_of
 from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
-from headway.checkpoint.optimizers import parameter_keys
-from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
+from headway.checkpoint.state import ROWS, StatefulObjects, parameter_keys, parameter_names, place_of
 from headway.checkpoint.stores.objects import FetchedCheckpoint
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices

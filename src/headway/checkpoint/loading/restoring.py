@@ -19,8 +19,17 @@ import torch
 from headway.checkpoint.format.tensors import copied, is_dense, is_unmade
 from headway.checkpoint.format.values import decode, encode, logical, map_items
 from headway.checkpoint.loading.files import pairs
-from headway.checkpoint.optimizers import decode_optimizer, load_optimizer, optimizer_misfits, undo_optimizer
-from headway.checkpoint.state import CollectedState, StatefulObjects, is_extra, is_weight, parameter_names
+from headway.checkpoint.state import (
+    CollectedState,
+    StatefulObjects,
+    decode_optimizer,
+    is_extra,
+    is_weight,
+    load_optimizer,
+    optimizer_misfits,
+    parameter_names,
+    undo_optimizer,
+)
 from headway.errors import CheckpointError
 from headway.weights.pieces import held, is_dtensor
 from headway.weights.shards import bits, dtype_name, is_same, raw_bytes
