@@ -325,14 +325,8 @@ def _text(value: Any) -> str:
 
 def _file_name(name: str) -> str:
     parts = PurePosixPath(name).parts
-    if (
-        not parts
-        or name != "/".join(parts)
-        or name.startswith("/")
-        or ".." in parts
-        or name == MANIFEST
-        or "\0" in name
-    ):
+    is_inside = parts and name == "/".join(parts) and not name.startswith("/") and ".." not in parts
+    if not is_inside or name == MANIFEST or "\0" in name:
         raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
     os.fsencode(name)  # a ValueError, where no file can be called that
     return name
