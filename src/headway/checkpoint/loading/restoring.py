@@ -238,28 +238,25 @@ def _parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     }
 
 
-def saved_extras(
-    found: CollectedState, index: int, tensors: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, Any]:
+def saved_extras(found: CollectedState, index: int, source: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What was saved of a model besides its weights, by name.
 
     Args:
         found: the saved state.
         index: the model's number.
-        tensors: those that a model may keep; None: those that were found.
+        source: its tensors, or such that a model may keep.
 
     Raises:
         CheckpointError: it is nothing that was saved.
     """
     prefix = f"model/{index}/"
-    source = found.tensors if tensors is None else tensors
     values = {name.removeprefix(prefix): source[name] for name in source if name.startswith(prefix) and is_extra(name)}
     return values | {name: decode(value, source) for name, value in found.state["extra"][index].items()}
 
 
 def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
     prefix = f"model/{index}/"
-    saved, mine = saved_extras(found, index), _parts(own, prefix)
+    saved, mine = saved_extras(found, index, found.tensors), _parts(own, prefix)
     names = {logical(prefix + name).removeprefix(prefix): name for name in own}
     problems = []
     for name, tensor in mine.items():

@@ -261,7 +261,7 @@ class Checkpoints:
             return
         self.guard = preemption.PreemptionGuard(settings, self._run, self._save_to_end)
         self._run.expect_saves()
-        self._run.ask_before_batches(self.guard.at_fetch)
+        self._run.ask_before_batches(self.guard.check)
         self._check_steps()
 
     def stop_watching(self) -> None:
@@ -281,7 +281,7 @@ class Checkpoints:
             log.info("signals that ask the run to end are not heeded, as this is not the main thread")
             return
         self.guard.start()
-        self._run.ask_before_batches(self.guard.at_fetch)
+        self._run.ask_before_batches(self.guard.check)
 
     def _check_place(self) -> None:
         """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
