@@ -21,7 +21,7 @@ from headway.checkpoint.format.manifest import TypedReader
 from headway.checkpoint.format.values import decode
 from headway.checkpoint.loading.restoring import cast_lines, misfits
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.positions import LoaderPositions
+from headway.checkpoint.resume.positions import changed_loaders
 from headway.checkpoint.resume.saved import SavedRun, unfit
 from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.common.untrusted import printable
@@ -168,8 +168,7 @@ class RunComparison:
     Attributes:
         runtime, collectives, strategy, precision: the run's.
         batch: its global batch.
-        positions: where its loaders stand.
-        preparation: knows its schedules.
+        preparation: knows its loaders and schedules.
     """
 
     runtime: ProcessRuntime
@@ -177,7 +176,6 @@ class RunComparison:
     strategy: Strategy
     precision: Precision
     batch: GlobalBatch
-    positions: LoaderPositions
     preparation: Preparation
 
     def check(
@@ -226,7 +224,7 @@ class RunComparison:
         self, saved: SavedRun, found: CollectedState, changed: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
         """(what cannot be gone on with unless it is meant, what is only told) of the data and the schedules."""
-        data, unused = self.positions.changed(saved)
+        data, unused = changed_loaders(self.preparation.loaders, saved, self.collectives)
         schedules, jumps = changed_schedules(self.preparation, saved, found, self.runtime.world_size)
         problems, told = [], [*unused, *jumps, *data, *schedules]
         for what, consequence, lines in (
@@ -260,8 +258,8 @@ class RunComparison:
         for name, was in saved.versions.items():
             if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
-        if len(saved.loaders) != len(self.positions):
-            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self.positions)} are prepared")
+        if len(saved.loaders) != (num_loaders := len(self.preparation.loaders)):
+            lines.append(f"{len(saved.loaders)} loaders were saved, {num_loaders} are prepared")
         return lines
 
     def plan(self, saved: SavedRun) -> BatchPlan:

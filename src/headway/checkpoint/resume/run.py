@@ -20,10 +20,12 @@ from headway.checkpoint.resume.positions import (
     Changed,
     EvaluationStart,
     EvaluationStarts,
-    LoaderPositions,
     TrainingPasses,
     WindowSnapshot,
     has_changing_state,
+    loader_lengths,
+    loader_states,
+    put_loaders_back,
 )
 from headway.checkpoint.resume.saved import SavedRun, read_run
 from headway.checkpoint.resume.stand_ins import FrozenWeights, LocalState
@@ -91,12 +93,9 @@ class RunState:
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
         self._batch = GlobalBatch(preparation.loaders, self.windows)
-        self._positions = LoaderPositions(preparation.loaders, collectives)
         self._frozen = FrozenWeights(collectives)
         self.local = LocalState(local_training, preparation, collectives)
-        self._comparison = RunComparison(
-            runtime, collectives, strategy, precision, self._batch, self._positions, preparation
-        )
+        self._comparison = RunComparison(runtime, collectives, strategy, precision, self._batch, preparation)
         self._collectives = collectives
         self._strategy = strategy
         self._precision = precision
@@ -289,7 +288,7 @@ class RunState:
             mark = self._mark if is_unfinished else None
             if mark is not None and mark.changed is not None:
                 mark.changed.put_into(collected)
-            states = self._positions.states(mark) if before is None or is_unfinished else before.states
+            states = loader_states(self.loaders, mark) if before is None or is_unfinished else before.states
         except Exception as error:
             failure = error
         told = [] if is_alone else self._agree(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -333,7 +332,7 @@ class RunState:
             "scaler": self._precision.state_dict(),
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
-            "lengths": self._positions.lengths(),
+            "lengths": loader_lengths(preparation.loaders),
             "units": schedule_units(preparation),
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "data_shards": self._strategy.data_shard.count,
@@ -452,7 +451,7 @@ class RunState:
             self._precision.load_state_dict(saved.scaler)
         undo.add("the global batch", self._batch.way_back())
         self._batch.carry_out(plan)
-        self._positions.put_back(saved, is_new, undo)
+        put_loaders_back(self.loaders, saved, is_new, undo)
         rng_states = self._read_rng_states()
         undo.add("the RNG states", partial(self._write_rng_states, rng_states, rng_states.get("loaders")))
         self._take_rng_states(saved)
