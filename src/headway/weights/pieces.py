@@ -78,8 +78,19 @@ class TensorSplit:
 
     @cached_property
     def steps(self) -> list[tuple[int, int, int]]:
-        """The writers, as (first, step, how many)."""
-        return _steps(self.writers)
+        """The writers, those with equal steps of 1 or more between them in a row, as (first, step, how many)."""
+        made: list[tuple[int, int, int]] = []
+        for value in self.writers:
+            if made:
+                first, step, count = made[-1]
+                if count == 1 and value > first:
+                    made[-1] = (first, value - first, 2)
+                    continue
+                if count > 1 and value == first + step * count:
+                    made[-1] = (first, step, count + 1)
+                    continue
+            made.append((value, 1, 1))
+        return made
 
 
 @dataclass(frozen=True)
@@ -318,22 +329,6 @@ class ShardCutter:
                 copies.append(whole[tuple(moved.T)].reshape(own.shape))
             found = self._ranks[id(mesh)] = mesh, numpy.stack(copies)
         return found[1]
-
-
-def _steps(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Values with equal steps between them in a row, as (first, step, how many); steps are 1 or more."""
-    made: list[tuple[int, int, int]] = []
-    for value in values:
-        if made:
-            first, step, count = made[-1]
-            if count == 1 and value > first:
-                made[-1] = (first, value - first, 2)
-                continue
-            if count > 1 and value == first + step * count:
-                made[-1] = (first, step, count + 1)
-                continue
-        made.append((value, 1, 1))
-    return made
 
 
 def _split(

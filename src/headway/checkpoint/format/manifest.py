@@ -192,10 +192,10 @@ class Manifest:
         def entry(known: TensorEntry) -> TensorEntry:
             chunks = known.chunks
             if isinstance(chunks, ChunkGrid):
-                return replace(
-                    known, chunks=ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
-                )
-            return replace(known, chunks=tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks))
+                chunks = ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
+            else:
+                chunks = tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks)
+            return replace(known, chunks=chunks)
 
         files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
         return replace(self, tensors={name: entry(each) for name, each in self.tensors.items()}, files=files)

@@ -238,17 +238,13 @@ class TargetLayout:
             for parameter, key in zip(group["params"], keys)
             if is_spread(part := parts.part_of(parameter))
         }
-        self._state = self._other_state(parts) if self._weights or self._parameters else {}
-
-    @staticmethod
-    def _other_state(parts: StatefulObjects) -> dict[str, Any]:
-        """What is spread in the states of the other objects, by the names under which a save would keep it."""
+        # What is spread in the states of the other objects, by the names under which a save would keep it.
         tensors: dict[str, Any] = {}
-        for kind, objects in parts.others.items():
+        for kind, objects in parts.others.items() if self._weights or self._parameters else ():
             for index, obj in enumerate(objects):
                 with suppress(Exception):  # what cannot be saved as it is now may be loaded all the same
                     encode(obj.state_dict(), f"{kind}/{index}", tensors)
-        return {name: each for name, each in tensors.items() if is_spread(each)}
+        self._state = {name: each for name, each in tensors.items() if is_spread(each)}
 
     def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
         """For each saved tensor that is spread here, the own tensors that are spread as it will be.
