@@ -1,4 +1,4 @@
-"""Weights for other programs: plain safetensors files, and beside them what `from_pretrained` needs; uploads to the Hugging Face Hub.
+"""Weights for other programs: plain safetensors files, what `from_pretrained` needs beside them, and the Hugging Face Hub.
 
 Files are written beside the old ones, then renamed.
 
