@@ -13,8 +13,13 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeVarTuple, Unpack
 
-from headway.checkpoint.resume.arguments import check_load_arguments, check_save_arguments
-from headway.checkpoint.resume.checkpoints import Checkpoints, LoadHook, SaveHook
+from headway.checkpoint.resume.checkpoints import (
+    Checkpoints,
+    LoadHook,
+    SaveHook,
+    check_load_arguments,
+    check_save_arguments,
+)
 from headway.checkpoint.resume.comparison import Restored
 from headway.checkpoint.resume.run import RunState
 from headway.common import callsite, scope

@@ -9,7 +9,7 @@ import torch
 from torch import optim
 
 from headway import Accelerator
-from headway.checkpoint.optimizers import is_quantised
+from headway.checkpoint.state import is_quantised
 from headway.strategies.fully_sharded.dtensors import local
 from tests.distributed.layouts import GPT, seeded, squares, text
 from tests.distributed.ranks import run_ranks

@@ -5,9 +5,10 @@ On a disk a checkpoint is a folder (`stores.disk`), in an object store a prefix 
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headway.checkpoint.format.foreign import checkpoints_in
 from headway.checkpoint.format.manifest import Manifest, read_manifest
@@ -47,12 +48,17 @@ def committed(parent: Path) -> list[Path]:
     return [parent / name for name in checkpoints_in(parent)]
 
 
+def about(folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint's manifest says about it; nothing where it is damaged, which is told elsewhere."""
+    try:
+        return read_manifest(folder).about
+    except CheckpointError:
+        return {}
+
+
 def copy_of(folder: Path) -> str:
     """The name under which a checkpoint was committed, where it lies under another one now: somebody's copy. Else ""."""
-    try:
-        name = str(read_manifest(folder).about.get("name", folder.name))
-    except CheckpointError:
-        return ""  # it is named as damaged elsewhere
+    name = str(about(folder).get("name", folder.name))
     return "" if name == folder.name else name
 
 

@@ -60,8 +60,7 @@ class LockOwner:
     since: str
 
     def __str__(self) -> str:
-        text = f"run {self.run} ({self.script}, process {self.pid} on {self.host}, since {self.since})"
-        return printable(text)
+        return printable(f"run {self.run} ({self.script}, process {self.pid} on {self.host}, since {self.since})")
 
     @classmethod
     def here(cls, run: str, start: str) -> "LockOwner":
@@ -129,11 +128,15 @@ class PlaceLock(ABC):
         holder = _holder(text)
         return holder is not None and holder.start == self.start
 
-    def _refusal(self, text: bytes, what: str) -> CheckpointError:
-        return CheckpointError(_told(self._folder, text, what))
+    def _told(self, text: bytes, what: str) -> str:
+        holder = _holder(text)
+        return (
+            f"{self._folder} {what}{'' if holder is None else f': {holder}'}. Two runs in one folder would remove and load each "
+            "other's checkpoints; end that one, or give this one another project_dir"
+        )
 
     def _warn(self, text: bytes) -> None:
-        log.warning("%s; waiting %g s for a sign of life", _told(self._folder, text, "was last used by"), SILENCE)
+        log.warning("%s; waiting %g s for a sign of life", self._told(text, "was last used by"), SILENCE)
 
 
 class FolderLock(PlaceLock):
@@ -148,7 +151,7 @@ class FolderLock(PlaceLock):
         if found is None:  # somebody has cleaned up
             self._take()
         elif not self._is_own(found[0]):
-            raise self._refusal(found[0], _TAKEN)
+            raise CheckpointError(self._told(found[0], _TAKEN))
 
     def _remove(self) -> None:
         found = _read(self._path)
@@ -187,7 +190,7 @@ class FolderLock(PlaceLock):
         while found is not None and first is not None and found[0] == first[0]:
             lives = _lives(found[0])
             if lives or found[1] != first[1]:
-                raise self._refusal(found[0], _IN_USE)
+                raise CheckpointError(self._told(found[0], _IN_USE))
             if lives is False or _now(self._path) - found[1] > SILENCE:
                 self._displace(found[0])
                 return
@@ -221,7 +224,7 @@ class ObjectLock(PlaceLock):
         """Have it still, as the store says."""
         if self._etag and not self._beat():
             found = self._path.client.get(self._path.key)
-            raise self._refusal(b"" if found is None else found[0], _TAKEN)
+            raise CheckpointError(self._told(b"" if found is None else found[0], _TAKEN))
 
     def _remove(self) -> None:
         with contextlib.suppress(CheckpointError):  # it is found to be silent
@@ -280,7 +283,7 @@ class ObjectLock(PlaceLock):
             if lives:
                 break
         if lives:
-            raise self._refusal(text, _IN_USE)
+            raise CheckpointError(self._told(text, _IN_USE))
 
     def _beats(self) -> None:
         while not self._over.wait(BEAT):
@@ -335,14 +338,6 @@ def _lives(text: bytes) -> bool | None:
     """Is who has written it another process, and there? None where only its touches tell."""
     holder = _holder(text)
     return None if holder is None else holder.lives and not holder.is_here
-
-
-def _told(folder: Path, text: bytes, what: str) -> str:
-    holder = _holder(text)
-    return (
-        f"{folder} {what}{'' if holder is None else f': {holder}'}. Two runs in one folder would remove and load each other's "
-        "checkpoints; end that one, or give this one another project_dir"
-    )
 
 
 def _machine() -> str:

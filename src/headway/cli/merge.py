@@ -68,8 +68,7 @@ def command(
         raise ConfigError(f"--config {config} is not a folder; give the one that holds config.json")
     from headway.checkpoint import folders
     from headway.checkpoint.loading import dcp
-    from headway.weights.export import save_weights
-    from headway.weights.published import copy_files
+    from headway.weights.export import copy_files, save_weights
 
     show_progress()
     named = dcp.read_folder(checkpoint) if manifest is None else _named(checkpoint, manifest, model)

@@ -20,7 +20,7 @@ from headway.accelerator import Accelerator
 from headway.checkpoint.folders import committed, run_of
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.loading.files import open_tensors, pairs, verify
-from headway.checkpoint.loading.model import put_in
+from headway.checkpoint.loading.restoring import put_in
 from headway.common import atomic, scope
 from headway.common.object_path import to_path
 from headway.common.untrusted import parse_json

@@ -19,7 +19,7 @@ from headway.trainer.data import Batch, Collate, Collating, Data, EvalData, chec
 from headway.trainer.evaluation import EvaluationSanityCheck, Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.loss import call, loss_among, without_loss
 from headway.trainer.metrics import Measure
-from headway.weights.published import copy_files
+from headway.weights.export import copy_files
 
 _NEVER_CALLED = frozenset(
     """

@@ -19,7 +19,7 @@ from headway.memory.use import memory_use
 from headway.runtime.collectives.tree import Tree
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
-from headway.weights.published import describe
+from headway.weights.export import describe
 
 Metrics = dict[str, Any]
 """Numbers by name; what a user's metric gives may be something else."""

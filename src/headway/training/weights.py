@@ -21,8 +21,7 @@ from headway.runtime.collectives.checked import Collectives, digest
 from headway.runtime.control_plane.attendance import Attendance, RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.weights import published
-from headway.weights.export import order_of, save_pickled, save_weights, untied
+from headway.weights.export import describe, has_adapters, order_of, push, save_pickled, save_weights, untied
 from headway.weights.files import StoredTensor, open_checkpoint
 from headway.weights.names import Conversion, TensorLocation, TensorSources, match, places_of, tied_groups
 from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread, memory_of, own_boxes, slices
@@ -258,14 +257,14 @@ class WholeWeights:
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
     ) -> None:
         """Write what `from_pretrained` opens, from rank 0; called like `save`. Of a model with adapters, these alone."""
-        if published.has_adapters(model):
+        if has_adapters(model):
             state = self.state_dict(model)
             if self._runtime.rank == 0:
-                published.save_adapters(model, state, folder)
+                model.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
         else:
             self.save(model, folder, max_shard_size, True)
         if self._runtime.rank == 0:
-            published.describe(model, folder, parts)
+            describe(model, folder, parts)
 
     def publish_all(self, models: Sequence[torch.nn.Module], weights: object, folder: str) -> None:
         """A hook of a save: the first model goes into the folder itself, the others into folders of their own."""
@@ -285,7 +284,7 @@ class WholeWeights:
         """Upload the same to the Hub; returns the commit's URL on rank 0. Where that fails, no rank waits for it."""
         with TemporaryDirectory(prefix="headway-push-") as folder:
             self.publish(model, Path(folder), max_shard_size, parts)
-            return published.push(Path(folder), repo_id, **about) if self._runtime.rank == 0 else None
+            return push(Path(folder), repo_id, **about) if self._runtime.rank == 0 else None
 
     def export(self, model: torch.nn.Module, call: str, is_safe: bool = True) -> dict[str, Any]:
         """The model's tensors, of sharded ones this rank's parts; with `is_safe` nothing else."""

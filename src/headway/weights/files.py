@@ -19,7 +19,7 @@ from headway.common.untrusted import open_regular, printable, read_regular
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.weights.pieces import slices
-from headway.weights.shards import MAX_HEADER, bits, raw_bytes, read_header
+from headway.weights.shards import MAX_HEADER, TensorSpec, bits, raw_bytes, read_header
 
 logger = get_logger(__name__)
 
@@ -27,27 +27,20 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(TensorSpec):
     """One tensor of a checkpoint.
 
     Attributes:
-        file: where it lies.
-        dtype: as stored.
         shape: as stored.
+        dtype: as stored.
+        file: where it lies.
         is_mapped: its values can be used where they lie in the file, without a copy in memory.
     """
 
     file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     is_mapped: bool
     _origin: Any = field(repr=False)
     _offset: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
         """The values, on the CPU. Written to, a mapped tensor changes in memory only, never in the file."""
@@ -241,7 +234,7 @@ def _open_pickled(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 f"{path}: {name!r} is not a plain tensor ({tensor.layout}, {tensor.device}), which weights are"
             )
         is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-        yield name, StoredTensor(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())
+        yield name, StoredTensor(tuple(tensor.shape), tensor.dtype, path, is_mapped, tensor.detach())
 
 
 def _is_zip(path: Path) -> bool:
@@ -259,11 +252,11 @@ def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]
         CheckpointError: the file breaks a rule of the format; the message names it.
     """
     with open_regular(path) as file:
-        header = read_header(file, path)
+        places, metadata = read_header(file, path)
         # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {
-        name: StoredTensor(path, spec.dtype, spec.shape, start % spec.dtype.itemsize == 0, view, start)
-        for name, (spec, start) in header.tensors.items()
+        name: StoredTensor(spec.shape, spec.dtype, path, start % spec.dtype.itemsize == 0, view, start)
+        for name, (spec, start) in places.items()
     }
-    return tensors, dict(header.metadata)
+    return tensors, metadata

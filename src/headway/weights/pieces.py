@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.errors import CheckpointError
+from headway.weights.shards import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,11 +55,10 @@ class TensorSplit:
     @cached_property
     def starts(self) -> list[dict[int, int]]:
         """Along each dim, where each run begins: its number."""
-        found = []
-        for sizes in self.sizes:
-            begins = accumulate(sizes, initial=0)
-            found.append({begin: number for number, (begin, _) in enumerate(zip(begins, sizes))})
-        return found
+        return [
+            {begin: number for number, (begin, _) in enumerate(zip(accumulate(sizes, initial=0), sizes))}
+            for sizes in self.sizes
+        ]
 
     def boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """(its writer, where it begins, its shape) of every box, in the grid's order."""
@@ -74,16 +74,27 @@ class TensorSplit:
     @cached_property
     def rows(self) -> list[list[tuple[int, int]]]:
         """The sizes, equal ones in a row together."""
-        return [_rows(sizes) for sizes in self.sizes]
+        return [[(size, len(list(run))) for size, run in groupby(sizes)] for sizes in self.sizes]
 
     @cached_property
     def steps(self) -> list[tuple[int, int, int]]:
-        """The writers, as (first, step, how many)."""
-        return _steps(self.writers)
+        """The writers, those with equal steps of 1 or more between them in a row, as (first, step, how many)."""
+        made: list[tuple[int, int, int]] = []
+        for value in self.writers:
+            if made:
+                first, step, count = made[-1]
+                if count == 1 and value > first:
+                    made[-1] = (first, value - first, 2)
+                    continue
+                if count > 1 and value == first + step * count:
+                    made[-1] = (first, step, count + 1)
+                    continue
+            made.append((value, 1, 1))
+        return made
 
 
 @dataclass(frozen=True)
-class ShardPiece:
+class ShardPiece(TensorSpec):
     """What this rank holds of a tensor.
 
     Attributes:
@@ -94,16 +105,9 @@ class ShardPiece:
         split: how the tensor is cut on all ranks, where every rank knows; None: only of its own boxes.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     boxes: tuple[TensorBox, ...]
     local: torch.Tensor | None = None
     split: TensorSplit | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def slices(begins: Sequence[int], sizes: Sequence[int], origin: Sequence[int] | None = None) -> tuple[slice, ...]:
@@ -218,10 +222,9 @@ def _cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
 
     found: list[list[tuple[int, int | None]]] = [[] for _ in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, _StridedShard):
-            found[placement.dim % tensor.ndim].append((axis, int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            found[placement.dim % tensor.ndim].append((axis, None))
+        if isinstance(placement, Shard | _StridedShard):
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+            found[placement.dim % tensor.ndim].append((axis, factor))
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
                 f"a DTensor of shape {tuple(tensor.shape)} is placed as {placement}: its ranks hold sums that were not reduced yet. "
@@ -253,11 +256,8 @@ def places(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[slice, ..
 
 
 def _with_places(runs: Sequence[Run]) -> list[tuple[int, slice]]:
-    made, place = [], 0
-    for start, stop in runs:
-        made.append((start, slice(place, place + stop - start)))
-        place += stop - start
-    return made
+    ends = accumulate(stop - start for start, stop in runs)
+    return [(start, slice(end - (stop - start), end)) for (start, stop), end in zip(runs, ends)]
 
 
 def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -329,33 +329,6 @@ class ShardCutter:
                 copies.append(whole[tuple(moved.T)].reshape(own.shape))
             found = self._ranks[id(mesh)] = mesh, numpy.stack(copies)
         return found[1]
-
-
-def _rows(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal values in a row, as (value, how many)."""
-    made: list[tuple[int, int]] = []
-    for value in values:
-        if made and made[-1][0] == value:
-            made[-1] = (value, made[-1][1] + 1)
-        else:
-            made.append((value, 1))
-    return made
-
-
-def _steps(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Values with equal steps between them in a row, as (first, step, how many); steps are 1 or more."""
-    made: list[tuple[int, int, int]] = []
-    for value in values:
-        if made:
-            first, step, count = made[-1]
-            if count == 1 and value > first:
-                made[-1] = (first, value - first, 2)
-                continue
-            if count > 1 and value == first + step * count:
-                made[-1] = (first, step, count + 1)
-                continue
-        made.append((value, 1, 1))
-    return made
 
 
 def _split(

@@ -47,7 +47,8 @@ MAX_HEADER = 100_000_000
 _MAX_AXES, _MAX_BYTES = 64, 2**63 - 1
 _BLOCK = 1024 * 1024
 """What is written at once stays in the processor's cache while it is hashed."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 _COUNTED = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
 
 
@@ -80,7 +81,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     dtype = tensor.dtype
     if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
         return tensor
-    return tensor.view(_INTEGERS[dtype.itemsize])
+    return tensor.view(INTEGERS[dtype.itemsize])
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,25 +101,19 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -------------------------------------------------------------------- read
 
 
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """What lies where in a file.
-
-    Attributes:
-        tensors: by name, what it is and where its values begin in the file.
-        metadata: text about the file; of anybody's, so any JSON.
-    """
-
-    tensors: Mapping[str, tuple[TensorSpec, int]]
-    metadata: Mapping[str, Any]
+StoredPlaces = dict[str, tuple[TensorSpec, int]]
+"""By name, what a tensor is and where its values begin in the file."""
 
 
-def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
+def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any]]:
     """Read a file's header, and check all that it says against the file's length.
 
     Args:
         file: at its beginning.
         path: for messages.
+
+    Returns:
+        what lies where, and text about the file; of anybody's, so any JSON.
 
     Raises:
         CheckpointError: the file breaks a rule of the format.
@@ -148,7 +143,7 @@ def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
             else f"{size - end} bytes longer than its header says"
         )
         raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
-    return SafetensorsHeader(tensors, metadata if isinstance(metadata, dict) else {})
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

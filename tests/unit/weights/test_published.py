@@ -16,7 +16,7 @@ from torch.distributed import checkpoint as dcp
 from headway import Accelerator
 from headway.cli.main import group
 from headway.errors import ConfigError
-from headway.weights.published import copy_files
+from headway.weights.export import copy_files
 from tests.unit.weights.hub import TOKEN, serve
 
 PUSH = """

@@ -42,10 +42,10 @@ def test_others_read_every_dtype(tmp_path):
 def test_values_come_in_any_order_and_lie_as_was_said(tmp_path):
     specs = widest_first(specs_of(TENSORS))
     write_file(tmp_path / "f", specs, reversed(TENSORS.items()), {"whose": "mine"})
-    found = header(tmp_path / "f")
-    assert list(found.tensors) == list(specs)
-    assert found.metadata == {"format": "pt", "whose": "mine"}
-    assert all(start % spec.dtype.itemsize == 0 for spec, start in found.tensors.values())
+    tensors, metadata = header(tmp_path / "f")
+    assert list(tensors) == list(specs)
+    assert metadata == {"format": "pt", "whose": "mine"}
+    assert all(start % spec.dtype.itemsize == 0 for spec, start in tensors.values())
     read = load_file(tmp_path / "f")
     assert all(is_same(read[name], tensor) for name, tensor in TENSORS.items())
 
@@ -58,9 +58,9 @@ def test_the_bytes_pass_by_in_the_files_order(tmp_path):
 
 def test_what_others_wrote_is_read(tmp_path):
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "f", {"a": "b"})
-    found = header(tmp_path / "f")
-    assert {name: spec for name, (spec, _) in found.tensors.items()} == specs_of(TENSORS)
-    assert found.metadata == {"a": "b"}
+    tensors, metadata = header(tmp_path / "f")
+    assert {name: spec for name, (spec, _) in tensors.items()} == specs_of(TENSORS)
+    assert metadata == {"a": "b"}
 
 
 @pytest.mark.parametrize(("values", "said"), [

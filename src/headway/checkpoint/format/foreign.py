@@ -85,9 +85,9 @@ def checkpoints_in(parent: Path) -> list[str]:
     if isinstance(parent, ObjectPath):
         below = [name.split("/") for name, _ in parent.below()]
         found = [parent / name[0] for name in below if len(name) == 2 and name[1] == MANIFEST]
-        return [path.name for path in sorted(found, key=_order, reverse=True)]
-    names = [name for name in _names(parent) if not name.startswith(".")]
-    found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
+    else:
+        names = [name for name in _names(parent) if not name.startswith(".")]
+        found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
     return [path.name for path in sorted(found, key=_order, reverse=True)]
 
 

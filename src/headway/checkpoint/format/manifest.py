@@ -112,12 +112,7 @@ class TensorEntry:
         about = {"shape": list(self.shape), "dtype": self.dtype}
         if isinstance(self.chunks, ChunkGrid):
             return {**about, "grid": self.chunks.encode()}
-        return {
-            **about,
-            "chunks": [
-                {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in self.chunks
-            ],
-        }
+        return {**about, "chunks": [dict(vars(chunk)) for chunk in self.chunks]}
 
 
 @dataclass(frozen=True)
@@ -197,10 +192,10 @@ class Manifest:
         def entry(known: TensorEntry) -> TensorEntry:
             chunks = known.chunks
             if isinstance(chunks, ChunkGrid):
-                return replace(
-                    known, chunks=ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
-                )
-            return replace(known, chunks=tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks))
+                chunks = ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
+            else:
+                chunks = tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks)
+            return replace(known, chunks=chunks)
 
         files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
         return replace(self, tensors={name: entry(each) for name, each in self.tensors.items()}, files=files)
@@ -330,14 +325,8 @@ def _text(value: Any) -> str:
 
 def _file_name(name: str) -> str:
     parts = PurePosixPath(name).parts
-    if (
-        not parts
-        or name != "/".join(parts)
-        or name.startswith("/")
-        or ".." in parts
-        or name == MANIFEST
-        or "\0" in name
-    ):
+    is_inside = parts and name == "/".join(parts) and not name.startswith("/") and ".." not in parts
+    if not is_inside or name == MANIFEST or "\0" in name:
         raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
     os.fsencode(name)  # a ValueError, where no file can be called that
     return name

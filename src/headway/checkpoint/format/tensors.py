@@ -227,7 +227,7 @@ def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         CheckpointError: it could not be loaded.
     """
     with open_regular(path) as file:
-        stored = read_header(file, path).tensors
+        stored, _ = read_header(file, path)
     for name, tensor in tensors:
         if name not in stored or stored[name][0] != stored_as(tensor.dtype, tensor.shape):
             raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
@@ -241,21 +241,22 @@ def view_of(
     Raises:
         CheckpointError: the file holds another one, or none of that name.
     """
-    if name not in stored:
-        raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
-    check_spec(TensorSpec(stored[name].shape, stored[name].dtype), dtype, shape, f"{path}: {name}")
+    check_spec(stored.get(name), dtype, shape, path, name)
     tensor = stored[name].tensor()
     # Bytes may begin anywhere in the file, a dtype's values may not.
     return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
 
 
-def check_spec(found: TensorSpec, dtype: torch.dtype, shape: Sequence[int], where: str) -> None:
-    """Does a file hold what the manifest says?
+def check_spec(found: TensorSpec | None, dtype: torch.dtype, shape: Sequence[int], path: Path, name: str) -> None:
+    """Is what a file holds under a name (None: nothing) what the manifest says?
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: it is not.
     """
-    if found != stored_as(dtype, shape):
+    if found is None:
+        raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
+    wanted = stored_as(dtype, shape)
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise CheckpointError(
-            f"{where} is {found.dtype} of {found.shape}, where the manifest has {dtype} of {tuple(shape)}"
+            f"{path}: {name} is {found.dtype} of {found.shape}, where the manifest has {dtype} of {tuple(shape)}"
         )

@@ -33,10 +33,9 @@ def describe(dtype: numpy.dtype[Any]) -> Any:
         CheckpointError: it cannot be made again from a description.
     """
     described = numpy.lib.format.dtype_to_descr(dtype)
+    # Of two C types of one size (long and long long) the common text means one.
     if isinstance(described, str) and build(described).type is not dtype.type:
-        described = (
-            dtype.byteorder + dtype.char
-        )  # of two C types of one size (long and long long) the common text means one
+        described = dtype.byteorder + dtype.char
     if dtype.hasobject or build(described) != dtype:
         raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
     return described
@@ -107,13 +106,101 @@ def logical(name: str) -> str:
     return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", name)
 
 
-def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`.
 
     Raises:
         CheckpointError: something in it can only be pickled, or would come back as something else.
     """
-    return _Encoder(tensors).encode(value, name, 0)
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep, or contains itself")
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return _simple(value)
+    if kind is list:
+        return [encode(item, f"{name}.{i}", tensors, depth + 1) for i, item in enumerate(value)]
+    if kind is dict and is_object(value):
+        return {key: encode(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
+    if isinstance(value, torch.Tensor | ShardPiece):
+        return _encode_tensor(value, name, tensors, depth)
+    if kind is numpy.ndarray and not value.dtype.hasobject:
+        return _encode_array(value, name, tensors, depth)
+    packed = _encode_leaf(value, name, tensors, depth)
+    if packed is not None:
+        _prove(value, packed, name)
+        return packed
+    for tag, container in _CONTAINERS.items():
+        if kind is container:
+            return _encode_container(tag, value, name, tensors, depth)
+    raise CheckpointError(f"{name} is a {kind.__module__}.{kind.__qualname__}, {_refusal(value)}")
+
+
+def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """A leaf of another type than JSON's; None: it is none that is known."""
+    kind = type(value)
+    for tag, owner, pack, _ in _PACKED:
+        if kind is owner:
+            return {TAG: tag, "value": encode(pack(value), name, tensors, depth + 1)}
+    if isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        dtype = encode(_described(value.dtype, name), name, tensors, depth + 1)
+        return {TAG: "scalar", "dtype": dtype, "value": base64.b64encode(value.tobytes()).decode()}
+    return None
+
+
+def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    kind, problem = type(value), refusal(held(value))
+    if problem is not None:
+        raise CheckpointError(f"{name} is {problem}")
+    if isinstance(value, ShardPiece):
+        return {TAG: "tensor", "name": _keep(value, name, tensors)}
+    if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+        raise CheckpointError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: let state_dict() "
+            "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
+        )
+    flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
+    if value.requires_grad and value.is_leaf:
+        flags["requires_grad"] = True
+    plain = value.detach()
+    if is_dense(plain):
+        return {TAG: "tensor", "name": _keep(plain, name, tensors), **flags}
+    about, parts = take_apart(plain)
+    packed = [_encode_tensor(part, f"{name}.{i}", tensors, depth) for i, part in enumerate(parts)]
+    return {TAG: "parts", "about": encode(about, name, tensors, depth + 1), "parts": packed, **flags}
+
+
+def _encode_array(value: numpy.ndarray[Any, Any], name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    dtype = encode(_described(value.dtype, name), name, tensors, depth + 1)
+    raw = (
+        torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+        if value.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return {TAG: "array", "name": _keep(raw, name, tensors), "dtype": dtype, "shape": list(value.shape)}
+
+
+def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if isinstance(value, defaultdict) and value.default_factory is not None:
+        raise CheckpointError(
+            f"{name} is a defaultdict with a factory, which cannot be saved; let state_dict() return dict(it)"
+        )
+    keys = value if isinstance(value, dict | set | frozenset) else ()
+    if any(isinstance(key, torch.Tensor) for key in keys):
+        raise CheckpointError(f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place")
+    items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
+    encoded = [encode(item, f"{name}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
+    if isinstance(value, set | frozenset):  # alike on all ranks
+        encoded.sort(key=json.dumps)
+    limit = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+    return {TAG: tag, "items": encoded, **limit}
+
+
+def _keep(tensor: Any, name: str, tensors: dict[str, torch.Tensor]) -> str:
+    name = logical(name)
+    while name in tensors:
+        name += "_"
+    tensors[name] = tensor
+    return name
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -128,99 +215,6 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise
     except (*UNREADABLE, RuntimeError) as error:
         raise CheckpointError(f"a value in the manifest cannot be read: {type(error).__name__}: {error}") from error
-
-
-class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def encode(self, value: Any, name: str, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep, or contains itself")
-        kind = type(value)
-        if value is None or kind in (bool, int, float, str):
-            return _simple(value)
-        if kind is list:
-            return [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
-        if kind is dict and is_object(value):
-            return {key: self.encode(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
-        if isinstance(value, torch.Tensor | ShardPiece):
-            return self._tensor(value, name, depth)
-        if kind is numpy.ndarray and not value.dtype.hasobject:
-            return self._array(value, name, depth)
-        packed = self._packed(value, name, depth)
-        if packed is not None:
-            _prove(value, packed, name)
-            return packed
-        for tag, container in _CONTAINERS.items():
-            if kind is container:
-                return self._container(tag, value, name, depth)
-        raise CheckpointError(f"{name} is a {kind.__module__}.{kind.__qualname__}, {_refusal(value)}")
-
-    def _packed(self, value: Any, name: str, depth: int) -> Any:
-        """A leaf of another type than JSON's; None: it is none that is known."""
-        kind = type(value)
-        for tag, owner, pack, _ in _PACKED:
-            if kind is owner:
-                return {TAG: tag, "value": self.encode(pack(value), name, depth + 1)}
-        if isinstance(value, numpy.generic) and not value.dtype.hasobject:
-            dtype = self.encode(_described(value.dtype, name), name, depth + 1)
-            return {TAG: "scalar", "dtype": dtype, "value": base64.b64encode(value.tobytes()).decode()}
-        return None
-
-    def _tensor(self, value: Any, name: str, depth: int) -> Any:
-        kind, problem = type(value), refusal(held(value))
-        if problem is not None:
-            raise CheckpointError(f"{name} is {problem}")
-        if isinstance(value, ShardPiece):
-            return {TAG: "tensor", "name": self._keep(value, name)}
-        if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
-            raise CheckpointError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: let state_dict() "
-                "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
-            )
-        flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
-        if value.requires_grad and value.is_leaf:
-            flags["requires_grad"] = True
-        plain = value.detach()
-        if is_dense(plain):
-            return {TAG: "tensor", "name": self._keep(plain, name), **flags}
-        about, parts = take_apart(plain)
-        packed = [self._tensor(part, f"{name}.{i}", depth) for i, part in enumerate(parts)]
-        return {TAG: "parts", "about": self.encode(about, name, depth + 1), "parts": packed, **flags}
-
-    def _array(self, value: numpy.ndarray[Any, Any], name: str, depth: int) -> Any:
-        dtype = self.encode(_described(value.dtype, name), name, depth + 1)
-        raw = (
-            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-            if value.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        return {TAG: "array", "name": self._keep(raw, name), "dtype": dtype, "shape": list(value.shape)}
-
-    def _container(self, tag: str, value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, defaultdict) and value.default_factory is not None:
-            raise CheckpointError(
-                f"{name} is a defaultdict with a factory, which cannot be saved; let state_dict() return dict(it)"
-            )
-        keys = value if isinstance(value, dict | set | frozenset) else ()
-        if any(isinstance(key, torch.Tensor) for key in keys):
-            raise CheckpointError(
-                f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place"
-            )
-        items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
-        encoded = [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(items)]
-        if isinstance(value, set | frozenset):  # alike on all ranks
-            encoded.sort(key=json.dumps)
-        limit = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
-        return {TAG: tag, "items": encoded, **limit}
-
-    def _keep(self, tensor: Any, name: str) -> str:
-        name = logical(name)
-        while name in self.tensors:
-            name += "_"
-        self.tensors[name] = tensor
-        return name
 
 
 def _simple(value: bool | int | float | str | None) -> Any:

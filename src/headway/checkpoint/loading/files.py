@@ -20,12 +20,11 @@ from headway.checkpoint.format.manifest import Manifest, TensorEntry, read_manif
 from headway.checkpoint.format.tensors import view_of
 from headway.checkpoint.format.values import dtype_named, encode, logical
 from headway.checkpoint.loading.reading import check_file, find, header_of, read_files, read_owned, verify_ranges
-from headway.checkpoint.optimizers import parameter_keys
-from headway.checkpoint.state import ROWS, StatefulObjects, parameter_names, place_of
+from headway.checkpoint.state import ROWS, StatefulObjects, parameter_keys, parameter_names, place_of
 from headway.checkpoint.stores.objects import FetchedCheckpoint
 from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, own_boxes, places, slices
-from headway.weights.shards import SafetensorsHeader, bits
+from headway.weights.shards import StoredPlaces, bits
 
 _MOST_OPEN = 64
 """Files that are mapped at once: each takes a descriptor, and a checkpoint has as many files as there were ranks."""
@@ -165,7 +164,7 @@ class UsedRanges:
         self._folder = folder
         self._manifest = manifest
         self._fetched = fetched
-        self._headers: dict[str, SafetensorsHeader] = {}
+        self._headers: dict[str, StoredPlaces] = {}
         self.ranges: Ranges = {}
 
     def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
@@ -198,23 +197,20 @@ class UsedRanges:
                 self.ranges[file] = [(0, max(1, written.num_bytes))]
 
     def _add_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> None:
-        for chunk in overlapping(self._manifest.tensors[name].chunks, offsets, shape):
-            begins, sizes = meeting(chunk, offsets, shape)
-            self._add(name, chunk, begins, sizes)
-
-    def _add(self, name: str, chunk: TensorChunk, begins: Sequence[int], sizes: Sequence[int]) -> None:
-        file, dtype = chunk.file, dtype_named(self._manifest.tensors[name].dtype)
-        path = self._folder / file
-        if file not in self._headers:
-            header = self._headers[file] = header_of(path if self._fetched is None else self._fetched.header(file))
-            values = min((start for _, start in header.tensors.values()), default=1)
-            self.ranges.setdefault(file, []).append((0, values))
-        start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
-        first = last = 0
-        for begin, size, origin, length in zip(begins, sizes, chunk.offsets, chunk.shape):
-            first = first * length + begin - origin
-            last = last * length + begin - origin + size - 1
-        self.ranges[file].append((start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize))
+        entry = self._manifest.tensors[name]
+        for chunk in overlapping(entry.chunks, offsets, shape):
+            file, dtype = chunk.file, dtype_named(entry.dtype)
+            path = self._folder / file
+            if file not in self._headers:
+                header = self._headers[file] = header_of(path if self._fetched is None else self._fetched.header(file))
+                values = min((start for _, start in header.values()), default=1)
+                self.ranges.setdefault(file, []).append((0, values))
+            start = find(self._headers[file], path, chunk.key, dtype, chunk.shape)
+            first = last = 0
+            for begin, size, origin, length in zip(*meeting(chunk, offsets, shape), chunk.offsets, chunk.shape):
+                first = first * length + begin - origin
+                last = last * length + begin - origin + size - 1
+            self.ranges[file].append((start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize))
 
 
 class TargetLayout:
@@ -242,17 +238,13 @@ class TargetLayout:
             for parameter, key in zip(group["params"], keys)
             if is_spread(part := parts.part_of(parameter))
         }
-        self._state = self._other_state(parts) if self._weights or self._parameters else {}
-
-    @staticmethod
-    def _other_state(parts: StatefulObjects) -> dict[str, Any]:
-        """What is spread in the states of the other objects, by the names under which a save would keep it."""
+        # What is spread in the states of the other objects, by the names under which a save would keep it.
         tensors: dict[str, Any] = {}
-        for kind, objects in parts.others.items():
+        for kind, objects in parts.others.items() if self._weights or self._parameters else ():
             for index, obj in enumerate(objects):
                 with suppress(Exception):  # what cannot be saved as it is now may be loaded all the same
                     encode(obj.state_dict(), f"{kind}/{index}", tensors)
-        return {name: each for name, each in tensors.items() if is_spread(each)}
+        self._state = {name: each for name, each in tensors.items() if is_spread(each)}
 
     def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
         """For each saved tensor that is spread here, the own tensors that are spread as it will be.
@@ -372,7 +364,8 @@ def open_tensors(
     fetched = store_of(folder).fetched(manifest)
     if fetched is not None:
         wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
-        fetched.fetch_all(sorted({chunk.file for entry in wanted.values() for chunk in entry.chunks}))
+        needed = {chunk.file for entry in wanted.values() for chunk in entry.chunks}
+        fetched.fetch({file: [(0, manifest.files[file].num_bytes)] for file in needed})
         folder = fetched.folder
     files = CheckpointFiles(folder, manifest, fetched)
     for name, entry in manifest.tensors.items():

@@ -16,6 +16,7 @@ from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.checkpoint.loading.files import TargetLayout, read_state, verify
 from headway.checkpoint.loading.reading import verify_share
 from headway.checkpoint.state import CollectedState
+from headway.checkpoint.stores.disk import write_forced
 from headway.errors import CheckpointDamaged, CheckpointError
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
@@ -95,10 +96,7 @@ def _link(source: Path, target: Path) -> None:
 
 def _append(path: Path, piece: bytes, is_first: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb" if is_first else "ab") as file:
-        file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+    write_forced(path, piece, "wb" if is_first else "ab")
 
 
 def _commit(staging: Path, folder: Path, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ from headway.checkpoint.format.values import dtype_named
 from headway.checkpoint.stores.objects import in_order
 from headway.common.untrusted import open_regular
 from headway.errors import CheckpointDamaged, CheckpointError
-from headway.weights.shards import SafetensorsHeader, read_header
+from headway.weights.shards import StoredPlaces, read_header
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
@@ -143,9 +143,8 @@ def _read_piece(
 def _targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
     """(offset, memory) of blocks from `start` to `end`: the places where there are any, else a block that is used again."""
     spare = memoryview(bytearray(_BLOCK))
-    low = bisect_right(
-        places, start, key=lambda place: place.start + len(place.memory)
-    )  # the first one that ends behind
+    # The first one that ends behind.
+    low = bisect_right(places, start, key=lambda place: place.start + len(place.memory))
     offset = start
     while offset < end:
         place = places[low] if low < len(places) else None
@@ -195,7 +194,7 @@ def _allocate(
     """Tensors without values yet, and by file where they are read from."""
     found: dict[str, torch.Tensor] = {}
     places: dict[str, list[ReadBuffer]] = {}
-    headers: dict[str, SafetensorsHeader] = {}
+    headers: dict[str, StoredPlaces] = {}
     for name in names:
         entry = manifest.tensors[name]
         chunk = entry.chunks[0]
@@ -212,7 +211,7 @@ def _allocate(
     return found, places
 
 
-def header_of(path: Path) -> SafetensorsHeader:
+def header_of(path: Path) -> StoredPlaces:
     """What lies where in a file.
 
     Raises:
@@ -220,19 +219,17 @@ def header_of(path: Path) -> SafetensorsHeader:
     """
     with open_regular(path) as file:
         try:
-            return read_header(file, path)
+            return read_header(file, path)[0]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def find(header: SafetensorsHeader, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def find(header: StoredPlaces, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Where a tensor's bytes begin, which must be as the manifest has it.
 
     Raises:
         CheckpointError: it is not.
     """
-    if key not in header.tensors:
-        raise CheckpointError(f"{path} lacks the tensor {key!r} that the manifest places there")
-    spec, start = header.tensors[key]
-    check_spec(spec, dtype, shape, f"{path}: {key}")
+    spec, start = header.get(key, (None, 0))
+    check_spec(spec, dtype, shape, path, key)
     return start

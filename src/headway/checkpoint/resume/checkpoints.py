@@ -1,9 +1,12 @@
-"""Saving and resuming a run: what is behind `save_state`, `load_state`, `resume` and `epochs`."""
+"""Saving and resuming a run: what is behind `save_state`, `load_state`, `resume` and `epochs`.
+
+Arguments that Accelerate's `save_state` and `load_state` pass on to engines are accepted without effect.
+"""
 
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from headway.checkpoint.folders import store_of
 from headway.checkpoint.format.manifest import MANIFEST
-from headway.checkpoint.resume.arguments import check_changed
 from headway.checkpoint.resume.comparison import Restored
 from headway.checkpoint.resume.positions import EvaluationStart
 from headway.checkpoint.resume.run import RunState
@@ -23,14 +25,31 @@ from headway.checkpoint.state import CollectedState
 from headway.common.object_path import to_path
 from headway.common.optional import Later
 from headway.config.run import Preemption, ProjectConfiguration
+from headway.config.values import did_you_mean
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.attendance import SAVE, Attendance, Attended
+from headway.runtime.device import is_kind
 from headway.training.hooks import StepHooks
 
 log = get_logger(__name__)
 
+CHANGED = ("data", "schedule")
+"""What a run that is resumed may have others of, where it says so."""
+_ARGUMENTS = {
+    "save_state": (
+        "output_dir safe_serialization blocking metric weights",
+        "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
+        "the checkpoint holds the whole state",
+    ),
+    "load_state": (
+        "input_dir load_kwargs map_location strict changed",
+        "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
+        "the whole state is loaded",
+    ),
+}
+"""By method: its own arguments, those of engines, and what happens whatever these say."""
 _NOTHING_LEFT = (
     "nothing is left to train: resumed after %d of %d epochs; train for more epochs, or start again in another folder"
 )
@@ -44,9 +63,7 @@ if TYPE_CHECKING:
 else:
     compiled = Later("headway.checkpoint.resume.compiled")
     memory = Later("headway.checkpoint.resume.memory")
-    preemption = Later(
-        "headway.checkpoint.resume.preemption"
-    )  # where nobody listens for signals, nothing of it is needed
+    preemption = Later("headway.checkpoint.resume.preemption")  # needed only where somebody listens for signals
 
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str], None]
@@ -244,7 +261,7 @@ class Checkpoints:
             return
         self.guard = preemption.PreemptionGuard(settings, self._run, self._save_to_end)
         self._run.expect_saves()
-        self._run.ask_before_batches(self.guard.at_fetch)
+        self._run.ask_before_batches(self.guard.check)
         self._check_steps()
 
     def stop_watching(self) -> None:
@@ -264,7 +281,7 @@ class Checkpoints:
             log.info("signals that ask the run to end are not heeded, as this is not the main thread")
             return
         self.guard.start()
-        self._run.ask_before_batches(self.guard.at_fetch)
+        self._run.ask_before_batches(self.guard.check)
 
     def _check_place(self) -> None:
         """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
@@ -274,16 +291,15 @@ class Checkpoints:
 
     def _save_to_end(self, before: EvaluationStart | None) -> Path:
         """A checkpoint of this place: the one behind the loop where it is of this place, else another."""
-        run, last = self._run, self._last
+        run, (folder, where) = self._run, self._last or (None, None)
         try:
             run.saver.wait()
-            is_here = last is not None and last[1] == run.place(before) and not run.custom
             # A save of one rank alone may have put it out.
-            if (
-                run.saver.is_agreed(is_here and last is not None and (last[0] / MANIFEST).is_file())
-                and last is not None
-            ):
-                return last[0]
+            is_here = (
+                folder is not None and where == run.place(before) and not run.custom and (folder / MANIFEST).is_file()
+            )
+            if run.saver.is_agreed(is_here) and folder is not None:
+                return folder
         except CheckpointError as error:
             log.warning("%s; another one is saved now", error)
         return self._commit(None, True, None, before)
@@ -362,11 +378,7 @@ class Checkpoints:
         return restored
 
     def _load(
-        self,
-        folder: Path,
-        is_strict: bool,
-        changed: Collection[str] | None,
-        newest: Callable[[], Path | None] | None,
+        self, folder: Path, is_strict: bool, changed: Collection[str] | None, newest: Callable[[], Path | None] | None
     ) -> Restored:
         """The state in that folder; where its bytes prove damaged, before anything has changed, that in the next newest."""
         try:
@@ -437,3 +449,51 @@ class Checkpoints:
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
         self.place.check_resumed()
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def check_save_arguments(given: Mapping[str, Any]) -> None:
+    """Take what has no meaning here with a line in the log; what no engine takes is a ConfigError."""
+    for name in given:
+        _take("save_state", name)
+
+
+def check_load_arguments(given: Mapping[str, Any]) -> None:
+    """The same for a load; a ConfigError for a place that is none, too."""
+    for name, value in given.items():
+        if name != "map_location":
+            _take("load_state", name)
+        elif value is not None and not _is_place(value if isinstance(value, str) else str(value)):
+            raise ConfigError(
+                f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
+                "each state goes to the device of its prepared object"
+            )
+
+
+def check_changed(given: str | Collection[str] | None) -> Collection[str] | None:
+    """What is another one on purpose than when the checkpoint was saved, as a collection.
+
+    Raises:
+        ConfigError: something that is nothing of the kind.
+    """
+    meant = (given,) if isinstance(given, str) else given
+    for name in meant or ():
+        if name not in CHANGED:
+            raise ConfigError(f"changed={given!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
+    return meant
+
+
+def _is_place(place: str) -> bool:
+    kind, colon, number = place.partition(":")
+    return place in ("cpu", "on_device") or (is_kind(kind) and (not colon or number.isdigit()))
+
+
+def _take(method: str, name: str) -> None:
+    own, known, always = _ARGUMENTS[method]
+    if name not in known.split():
+        allowed = [*own.split(), *known.split()]
+        hint = did_you_mean(name, allowed)
+        raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
+    log.info_once("%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, always)

@@ -21,9 +21,8 @@ from headway.checkpoint.format.manifest import TypedReader
 from headway.checkpoint.format.values import decode
 from headway.checkpoint.loading.restoring import cast_lines, misfits
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.checks import unfit
-from headway.checkpoint.resume.positions import LoaderPositions
-from headway.checkpoint.resume.saved import SavedRun
+from headway.checkpoint.resume.positions import changed_loaders
+from headway.checkpoint.resume.saved import SavedRun, unfit
 from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.common.untrusted import printable
 from headway.config.mesh import Layout
@@ -41,69 +40,60 @@ from headway.version import __version__
 _CALLS = "calls of step()"
 
 
-class Schedules:
-    """The prepared schedules of a run.
+def schedule_units(preparation: Preparation) -> list[str]:
+    """For each prepared schedule, what it counts."""
+    return [_unit(each) for each in preparation.schedulers]
+
+
+def changed_schedules(
+    preparation: Preparation, saved: SavedRun, found: CollectedState, num_processes: int
+) -> tuple[list[str], list[str]]:
+    """(what a run cannot go on with, what is only not as it was), a line each.
 
     Args:
-        preparation: knows them, and how they tick.
+        preparation: knows the schedules, and how they tick.
+        saved: the run.
+        found: its state, which fits the schedules.
+        num_processes: of this run; where they are as many as before, a function was changed on purpose.
     """
-
-    def __init__(self, preparation: Preparation) -> None:
-        self._preparation = preparation
-
-    def units(self) -> list[str]:
-        """For each schedule, what it counts."""
-        return [_unit(each) for each in self._preparation.schedulers]
-
-    def changed(self, saved: SavedRun, found: CollectedState, num_processes: int) -> tuple[list[str], list[str]]:
-        """(what a run cannot go on with, what is only not as it was), a line each.
-
-        Args:
-            saved: the run.
-            found: its state, which fits the schedules.
-            num_processes: of this run; where they are as many as before, a function was changed on purpose.
-        """
-        refused, told = [], []
-        for index, made in enumerate(self._preparation.schedulers):
-            where = f"schedule {index} ({type(made.scheduler).__name__})"
-            unit, former = _unit(made), saved.units[index]
-            if former != unit and not self._is_recounted(made, saved, index):
-                refused.append(f"{where} ticked by the rule {former!r} when it was saved, and ticks by {unit!r} now")
+    refused, told = [], []
+    for index, made in enumerate(preparation.schedulers):
+        where = f"schedule {index} ({type(made.scheduler).__name__})"
+        unit, former, is_recounted = _unit(made), saved.units[index], _is_recounted(made, saved.units[index])
+        if former != unit and not is_recounted:
+            refused.append(f"{where} ticked by the rule {former!r} when it was saved, and ticks by {unit!r} now")
+            continue
+        state = dict(decode(found.state["scheduler"][index], found.tensors))
+        if is_recounted:
+            state["last_epoch"] = _num_updates(preparation, made, saved)
+        for before, now, tick in _jumps(made.scheduler, state):
+            line = f"{where}: its learning rate at tick {tick} was {before:g}, and is {now:g}"
+            if saved.world_size == num_processes:
+                told.append(line)
                 continue
-            state = dict(decode(found.state["scheduler"][index], found.tensors))
-            if self._is_recounted(made, saved, index):
-                state["last_epoch"] = self._num_updates(made, saved)
-            for before, now, tick in _jumps(made.scheduler, state):
-                line = f"{where}: its learning rate at tick {tick} was {before:g}, and is {now:g}"
-                if saved.world_size == num_processes:
-                    told.append(line)
-                    continue
-                refused.append(
-                    f"{line}: it is another function with another number of processes. If it counts by that number, let it count "
-                    f"by {saved.world_size}, as the run's ticks are kept; or let it count updates, and give the Accelerator "
-                    "scheduler_ticks='updates'"
-                )
-        return refused, told
+            refused.append(
+                f"{line}: it is another function with another number of processes. If it counts by that number, let it count "
+                f"by {saved.world_size}, as the run's ticks are kept; or let it count updates, and give the Accelerator "
+                "scheduler_ticks='updates'"
+            )
+    return refused, told
 
-    def recount(self, saved: SavedRun) -> None:
-        """Let those that count updates from now on begin with the updates made; their states are loaded."""
-        for index, made in enumerate(self._preparation.schedulers):
-            if self._is_recounted(made, saved, index):
-                made.seek(self._num_updates(made, saved))
 
-    def _is_recounted(self, made: SchedulerEntry, saved: SavedRun, index: int) -> bool:
-        """Does it count updates now, and something else when it was saved, and is its place all that its state says?"""
-        return (
-            saved.units[index] != _unit(made)
-            and _unit(made) == StepsPerUpdate.name
-            and type(made.scheduler) is LambdaLR
-        )
+def recount_schedules(preparation: Preparation, saved: SavedRun) -> None:
+    """Let those that count updates from now on begin with the updates made; their states are loaded."""
+    for made, former in zip(preparation.schedulers, saved.units):
+        if _is_recounted(made, former):
+            made.seek(_num_updates(preparation, made, saved))
 
-    def _num_updates(self, made: SchedulerEntry, saved: SavedRun) -> int:
-        known = self._preparation.optimizers
-        return max(
-            count for each, count in zip(known, saved.optimizer_updates) if any(each is one for one in made.optimizers)
-        )
+
+def _is_recounted(made: SchedulerEntry, former: str) -> bool:
+    """Does it count updates now, and something else when it was saved, and is its place all that its state says?"""
+    return former != _unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
+
+
+def _num_updates(preparation: Preparation, made: SchedulerEntry, saved: SavedRun) -> int:
+    counts = zip(preparation.optimizers, saved.optimizer_updates)
+    return max(count for each, count in counts if any(each is one for one in made.optimizers))
 
 
 def _unit(made: SchedulerEntry) -> str:
@@ -178,8 +168,7 @@ class RunComparison:
     Attributes:
         runtime, collectives, strategy, precision: the run's.
         batch: its global batch.
-        positions: where its loaders stand.
-        schedules: its schedules.
+        preparation: knows its loaders and schedules.
     """
 
     runtime: ProcessRuntime
@@ -187,8 +176,7 @@ class RunComparison:
     strategy: Strategy
     precision: Precision
     batch: GlobalBatch
-    positions: LoaderPositions
-    schedules: Schedules
+    preparation: Preparation
 
     def check(
         self,
@@ -236,8 +224,8 @@ class RunComparison:
         self, saved: SavedRun, found: CollectedState, changed: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
         """(what cannot be gone on with unless it is meant, what is only told) of the data and the schedules."""
-        data, unused = self.positions.changed(saved)
-        schedules, jumps = self.schedules.changed(saved, found, self.runtime.world_size)
+        data, unused = changed_loaders(self.preparation.loaders, saved, self.collectives)
+        schedules, jumps = changed_schedules(self.preparation, saved, found, self.runtime.world_size)
         problems, told = [], [*unused, *jumps, *data, *schedules]
         for what, consequence, lines in (
             ("data", "begins the epoch at its first batch", data),
@@ -270,8 +258,8 @@ class RunComparison:
         for name, was in saved.versions.items():
             if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
-        if len(saved.loaders) != len(self.positions):
-            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self.positions)} are prepared")
+        if len(saved.loaders) != (num_loaders := len(self.preparation.loaders)):
+            lines.append(f"{len(saved.loaders)} loaders were saved, {num_loaders} are prepared")
         return lines
 
     def plan(self, saved: SavedRun) -> BatchPlan:

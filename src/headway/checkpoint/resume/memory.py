@@ -315,10 +315,8 @@ class MemoryTier:
                 log.warning("%s in memory is skipped: no machine holds %s", name, ", ".join(sorted(missing)[:3]))
             else:
                 if any(each is None or each.held != each.files for each in copies):
-                    holders, files = (
-                        [each is not None for each in copies],
-                        [each.held if each else () for each in copies],
-                    )
+                    holders = [each is not None for each in copies]
+                    files = [each.held if each else () for each in copies]
                     hand_on(self._folder / name, holders, self._share.leads, self._collectives, files)
                 return self._folder / name
         return None

@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import sampler as samplers
 
 from headway.checkpoint.format.values import encode
-from headway.checkpoint.loading.model import LoadRollback
+from headway.checkpoint.loading.restoring import LoadRollback
 from headway.checkpoint.resume.saved import SavedRun
 from headway.checkpoint.state import CollectedState
 from headway.data.loader import PreparedLoader
@@ -110,62 +110,53 @@ def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
-class LoaderPositions:
-    """The loaders of a run.
+def loader_states(loaders: Sequence[PreparedLoader], mark: WindowSnapshot | None) -> list[dict[str, Any]]:
+    """Each loader's state; one that has moved since the mark goes back to it."""
+    states = [each.run_state() for each in loaders]
+    if mark is None:
+        return states
+    return [
+        state if (state["epoch"], state["consumed"]) == (began["epoch"], began["consumed"]) else began
+        for state, began in zip(states, mark.loaders)
+    ]
+
+
+def loader_lengths(loaders: Sequence[PreparedLoader]) -> list[int | None]:
+    """For each loader, the samples of its data; None where nobody knows."""
+    return [_num_samples(each) for each in loaders]
+
+
+def changed_loaders(
+    loaders: Sequence[PreparedLoader], saved: SavedRun, collectives: Collectives
+) -> tuple[list[str], list[str]]:
+    """(what a run cannot go on with, what is only not as it was) of loaders whose data have another length now; a line each.
+
+    The ranks read the same; where one reads for all, it is rank 0. Every rank calls it.
+    """
+    trained_on, refused, told = saved.trained_on, [], []
+    for index, (before, now) in enumerate(zip(saved.lengths, collectives.broadcast_object(loader_lengths(loaders)))):
+        if before is None or now is None or before == now:
+            continue
+        where = f"loader {index} ({type(loaders[index].dataset).__name__})"
+        if index in trained_on or saved.loaders[index]["consumed"]:
+            refused.append(f"{where} had {before} samples when the checkpoint was saved, and has {now}")
+        else:
+            told.append(f"{where}: {before} -> {now} samples")
+    return refused, told
+
+
+def put_loaders_back(loaders: Sequence[PreparedLoader], saved: SavedRun, is_new: bool, undo: LoadRollback) -> None:
+    """Let them go on from where they were saved.
 
     Args:
-        loaders: the prepared loaders; the list grows.
-        collectives: among all ranks.
+        loaders: the prepared ones.
+        saved: the run.
+        is_new: their data are other ones: they begin the epoch at its first batch.
+        undo: learns the way back.
     """
-
-    def __init__(self, loaders: Sequence[PreparedLoader], collectives: Collectives) -> None:
-        self._loaders = loaders
-        self._collectives = collectives
-
-    def __len__(self) -> int:
-        return len(self._loaders)
-
-    def states(self, mark: WindowSnapshot | None) -> list[dict[str, Any]]:
-        """Each loader's state; one that has moved since the mark goes back to it."""
-        states = [each.run_state() for each in self._loaders]
-        if mark is None:
-            return states
-        return [
-            state if (state["epoch"], state["consumed"]) == (began["epoch"], began["consumed"]) else began
-            for state, began in zip(states, mark.loaders)
-        ]
-
-    def lengths(self) -> list[int | None]:
-        """For each loader, the samples of its data; None where nobody knows."""
-        return [_num_samples(each) for each in self._loaders]
-
-    def changed(self, saved: SavedRun) -> tuple[list[str], list[str]]:
-        """(what a run cannot go on with, what is only not as it was) of loaders whose data have another length now; a line each.
-
-        The ranks read the same; where one reads for all, it is rank 0. Every rank calls it.
-        """
-        trained_on, refused, told = saved.trained_on, [], []
-        for index, (before, now) in enumerate(zip(saved.lengths, self._collectives.broadcast_object(self.lengths()))):
-            if before is None or now is None or before == now:
-                continue
-            where = f"loader {index} ({type(self._loaders[index].dataset).__name__})"
-            if index in trained_on or saved.loaders[index]["consumed"]:
-                refused.append(f"{where} had {before} samples when the checkpoint was saved, and has {now}")
-            else:
-                told.append(f"{where}: {before} -> {now} samples")
-        return refused, told
-
-    def put_back(self, saved: SavedRun, is_new: bool, undo: LoadRollback) -> None:
-        """Let them go on from where they were saved.
-
-        Args:
-            saved: the run.
-            is_new: their data are other ones: they begin the epoch at its first batch.
-            undo: learns the way back.
-        """
-        for index, (loader, state, seed) in enumerate(zip(self._loaders, saved.loaders, saved.seeds)):
-            undo.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
-            _put_back(loader, seed, {"epoch": state["epoch"], "consumed": 0} if is_new else state)
+    for index, (loader, state, seed) in enumerate(zip(loaders, saved.loaders, saved.seeds)):
+        undo.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
+        _put_back(loader, seed, {"epoch": state["epoch"], "consumed": 0} if is_new else state)
 
 
 def _put_back(loader: PreparedLoader, seed: int, state: dict[str, Any]) -> None:
@@ -193,10 +184,10 @@ class TrainingPasses:
 
     Args:
         accumulation: counts windows, and knows the loaders in iteration.
-        loaders: gives all prepared ones.
+        loaders: the prepared ones; the list grows.
     """
 
-    def __init__(self, accumulation: AccumulationWindows, loaders: Callable[[], Sequence[PreparedLoader]]) -> None:
+    def __init__(self, accumulation: AccumulationWindows, loaders: Sequence[PreparedLoader]) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
         self._windows: dict[int, int] = {}
@@ -213,7 +204,7 @@ class TrainingPasses:
             self._windows[seed] = accumulation.num_windows
             if len(accumulation.active) == 1:
                 self._over = {
-                    each.seed: self._count(each, loader) for each in self._loaders() if each.seed in self._trained
+                    each.seed: self._count(each, loader) for each in self._loaders if each.seed in self._trained
                 }
         else:
             self._note_trained(loader)
@@ -231,7 +222,7 @@ class TrainingPasses:
         if not self._is_entered_again:
             self._forget()
         self._is_entered_again = False
-        self._made_before = {each.seed: each.num_passes for each in self._loaders()}
+        self._made_before = {each.seed: each.num_passes for each in self._loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
@@ -250,13 +241,13 @@ class TrainingPasses:
 
     def state(self, over: Mapping[int, int]) -> list[int | None]:
         """The same by the loaders' numbers; None for one that was not trained on."""
-        return [over.get(each.seed) for each in self._loaders()]
+        return [over.get(each.seed) for each in self._loaders]
 
     def load(self, counts: Sequence[int | None]) -> None:
         """The run goes on from there; the loaders have their states already."""
         self._forget()
-        self._resumed = {each.seed: count for each, count in zip(self._loaders(), counts) if count is not None}
-        for loader in self._loaders():
+        self._resumed = {each.seed: count for each, count in zip(self._loaders, counts) if count is not None}
+        for loader in self._loaders:
             loader.pass_over(self._resumed.get(loader.seed, 0))
         self._over, self._is_entered_again = dict(self._resumed), True
         self._trained.update(self._resumed)
@@ -287,14 +278,14 @@ class EvaluationStarts:
 
     Attributes:
         accumulation: counts windows, and knows the loaders in iteration.
-        loaders: gives all prepared ones.
+        loaders: the prepared ones; the list grows.
         rng_states: reads the RNG states.
         epoch: the one that a resumed run would begin with.
         passes: which of the epoch's are over.
     """
 
     accumulation: AccumulationWindows
-    loaders: Callable[[], Sequence[PreparedLoader]]
+    loaders: Sequence[PreparedLoader]
     rng_states: Callable[[], dict[str, Any]]
     epoch: Callable[[], int]
     passes: TrainingPasses
@@ -308,9 +299,9 @@ class EvaluationStarts:
             self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
             # A pass that is resumed may have nothing left: then this is its end.
             if len(accumulation.active) > 1 or loader.num_consumed:
-                self._take()
+                self._beginning = self._now()
         elif loader.is_last and not self.is_one(loader) and not accumulation.is_unfinished:
-            self._take()
+            self._beginning = self._now()
 
     def is_one(self, loader: PreparedLoader) -> bool:
         """Is the pass over this loader an evaluation: has no window begun in it, nor in any before?"""
@@ -330,11 +321,8 @@ class EvaluationStarts:
         self._begun.clear()
         self._beginning = None
 
-    def _take(self) -> None:
-        self._beginning = self._now()
-
     def _now(self) -> EvaluationStart:
-        states = [self._rewound(each) for each in self.loaders()]
+        states = [self._rewound(each) for each in self.loaders]
         return EvaluationStart(
             self.rng_states(), states, self.epoch(), self.accumulation.num_windows, self.passes.over()
         )

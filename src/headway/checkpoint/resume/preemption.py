@@ -43,17 +43,12 @@ class PreemptionGuard:
         self._end = settings.end()
         self._stopping = stopping.start(settings.numbers, self._end)
 
-    def at_fetch(self, loader: PreparedLoader) -> None:
-        """A check before a batch."""
+    def check(self, loader: PreparedLoader | None = None) -> None:
+        """A check before a loader's batch; None: elsewhere, what a loop without prepared loaders passes on every rank."""
         run = self._run
         if self._stopping.check(run.windows.num_windows, lambda: _where(run, loader)):
-            self._answer(run.evaluations.beginning() if run.evaluations.is_one(loader) else None)
-
-    def check(self) -> None:
-        """A check elsewhere: what a loop without prepared loaders passes on every rank."""
-        run = self._run
-        if self._stopping.check(run.windows.num_windows, lambda: _where(run, None)):
-            self._answer(None)
+            is_evaluation = loader is not None and run.evaluations.is_one(loader)
+            self._answer(run.evaluations.beginning() if is_evaluation else None)
 
     def start(self) -> None:
         """Listen again, in place of whoever has done so since; the deadline stays.

@@ -12,23 +12,23 @@ import torch
 
 from headway.checkpoint.format.values import encode
 from headway.checkpoint.loading.files import TargetLayout
-from headway.checkpoint.loading.model import LoadRollback
 from headway.checkpoint.loading.reader import CheckpointReader
-from headway.checkpoint.loading.restoring import restore
+from headway.checkpoint.loading.restoring import LoadRollback, restore
 from headway.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.checkpoint.resume.comparison import Restored, RunComparison, Schedules, layout_of
-from headway.checkpoint.resume.frozen import FrozenWeights
-from headway.checkpoint.resume.local import LocalState
+from headway.checkpoint.resume.comparison import Restored, RunComparison, layout_of, recount_schedules, schedule_units
 from headway.checkpoint.resume.positions import (
     Changed,
     EvaluationStart,
     EvaluationStarts,
-    LoaderPositions,
     TrainingPasses,
     WindowSnapshot,
     has_changing_state,
+    loader_lengths,
+    loader_states,
+    put_loaders_back,
 )
 from headway.checkpoint.resume.saved import SavedRun, read_run
+from headway.checkpoint.resume.stand_ins import FrozenWeights, LocalState
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect, parameter_names
 from headway.data.loader import PreparedLoader
@@ -86,20 +86,16 @@ class RunState:
         self.run_id: str | None = None
         self._ask: Callable[[PreparedLoader], None] | None = None
         self.before_batches: list[Callable[[PreparedLoader], None]] = []
-        self._passes = TrainingPasses(self.windows, lambda: preparation.loaders)
+        self._passes = TrainingPasses(self.windows, preparation.loaders)
         self.evaluations = EvaluationStarts(
-            self.windows, lambda: preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
+            self.windows, preparation.loaders, self._read_rng_states, self.next_epoch, self._passes
         )
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
         self._batch = GlobalBatch(preparation.loaders, self.windows)
-        self._positions = LoaderPositions(preparation.loaders, collectives)
-        self._schedules = Schedules(preparation)
         self._frozen = FrozenWeights(collectives)
         self.local = LocalState(local_training, preparation, collectives)
-        self._comparison = RunComparison(
-            runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
-        )
+        self._comparison = RunComparison(runtime, collectives, strategy, precision, self._batch, preparation)
         self._collectives = collectives
         self._strategy = strategy
         self._precision = precision
@@ -292,7 +288,7 @@ class RunState:
             mark = self._mark if is_unfinished else None
             if mark is not None and mark.changed is not None:
                 mark.changed.put_into(collected)
-            states = self._positions.states(mark) if before is None or is_unfinished else before.states
+            states = loader_states(self.loaders, mark) if before is None or is_unfinished else before.states
         except Exception as error:
             failure = error
         told = [] if is_alone else self._agree(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -336,8 +332,8 @@ class RunState:
             "scaler": self._precision.state_dict(),
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
-            "lengths": self._positions.lengths(),
-            "units": self._schedules.units(),
+            "lengths": loader_lengths(preparation.loaders),
+            "units": schedule_units(preparation),
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "data_shards": self._strategy.data_shard.count,
             "epoch": self.next_epoch(),
@@ -455,7 +451,7 @@ class RunState:
             self._precision.load_state_dict(saved.scaler)
         undo.add("the global batch", self._batch.way_back())
         self._batch.carry_out(plan)
-        self._positions.put_back(saved, is_new, undo)
+        put_loaders_back(self.loaders, saved, is_new, undo)
         rng_states = self._read_rng_states()
         undo.add("the RNG states", partial(self._write_rng_states, rng_states, rng_states.get("loaders")))
         self._take_rng_states(saved)
@@ -479,7 +475,7 @@ class RunState:
         self.clock.resume(saved.num_updates)
         for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
             optimizer.resume(count)
-        self._schedules.recount(saved)
+        recount_schedules(preparation, saved)
         for scheduler in preparation.schedulers:
             scheduler.catch_up()
         if saved.is_own and saved.pieces and self._step.pieces:  # else the ranks' batches may be others

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from headway.checkpoint.folders import committed, copy_of, originals, store_of
+from headway.checkpoint.folders import about, committed, copy_of, originals, store_of
 from headway.checkpoint.format.foreign import explain, foreign_in, number_of
-from headway.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.checkpoint.format.manifest import MANIFEST
 from headway.checkpoint.loading.reader import CheckpointReader
 from headway.common.object_path import to_path
 from headway.config.run import ProjectConfiguration
@@ -113,13 +113,10 @@ class CheckpointFolder:
             return ()
         scores = {} if metric is None else {folder: metric}
         for path in committed(folder.parent):
-            try:
-                about = read_manifest(path).about
-            except CheckpointError:
-                continue  # a damaged one is not the best one
-            known = about.get("metric")
-            is_copy = about.get("name", path.name) != path.name
-            if isinstance(known, float) and not is_copy and about.get("run", "") == run:
+            told = about(path)  # of a damaged one nothing: it is not the best one
+            known = told.get("metric")
+            is_copy = told.get("name", path.name) != path.name
+            if isinstance(known, float) and not is_copy and told.get("run", "") == run:
                 scores[path] = known
         if not scores:
             return ()

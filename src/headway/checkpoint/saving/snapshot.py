@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,13 +29,6 @@ log = get_logger(__name__)
 _UNLIMITED = 1 << 62
 _Key = tuple[str, int]
 """A tensor's name, and the number of its box."""
-
-
-class SavePoint(Protocol):
-    """Something that a save waits for."""
-
-    def wait(self) -> None:
-        """Hold the calling thread until it has come."""
 
 
 class SteadyTensors:
@@ -124,6 +117,10 @@ class QueuedCopy:
         torch.accelerator.current_stream(self.device).wait_event(self.done.event)
 
 
+SavePoint = StreamPoint | OverlappedCopy | QueuedCopy
+"""What a save waits for."""
+
+
 @dataclass(frozen=True)
 class StateSnapshot:
     """A snapshot.
@@ -173,7 +170,7 @@ class HostCopies:
         self.settle()
         own = {key: tensor.detach() for key, tensor in _written(tensors, names)}
         later = {key: each for key, each in own.items() if key[0] in steady and not each.is_inference()}
-        buffers = self._buffers if self._fit(own) else self._make(own)
+        buffers = self._room_for(own)
         now = {key: each for key, each in own.items() if key not in later}
         arrivals: list[SavePoint] = [*self._queue(now, buffers)]
         for device in dict.fromkeys(each.device for each in later.values()):
@@ -203,7 +200,7 @@ class HostCopies:
         written = {key: tensor.detach() for key, tensor in _written(tensors, names)}
         kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
         own = {key: each for key, each in written.items() if key not in kept}
-        buffers = self._buffers if self._fit(own) else self._make(own)
+        buffers = self._room_for(own)
         arrivals = self._queue(own, buffers)
         found = {**buffers, **kept}
         taken = {name: _taken(name, each, found) for name, each in tensors.items()}
@@ -222,14 +219,13 @@ class HostCopies:
             torch.accelerator.synchronize(device)
             return None
 
-    def _fit(self, own: Mapping[_Key, torch.Tensor]) -> bool:
-        found = self._buffers
-        return found.keys() == own.keys() and all(
-            found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in own.items()
-        )
-
-    def _make(self, own: Mapping[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]:
-        """Memory for each of them: for a device's, pinned; the former memory goes first."""
+    def _room_for(self, own: Mapping[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]:
+        """Memory for each of them: the former where it fits; else new, for a device's pinned, and the former goes first."""
+        if self._buffers.keys() == own.keys() and all(
+            (self._buffers[key].shape, self._buffers[key].dtype) == (each.shape, each.dtype)
+            for key, each in own.items()
+        ):
+            return self._buffers
         self._buffers = {}
         made: dict[_Key, torch.Tensor] = {}
         on_device = [(name, each) for name, each in own.items() if each.device.type != "cpu"]
@@ -288,52 +284,43 @@ def pattern_of(name: str) -> str:
     return f"{name.split('/', 1)[0]}-*.safetensors"
 
 
-class ShardedTensors:
-    """One rank's part of what is spread.
+def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tuple[str, torch.Tensor]]], dict[str, Any]]:
+    """One rank's part of what is spread: what it writes, by file (key, values); and what rank 0 must know of it, as JSON.
 
     Args:
         tensors: the state; plain tensors are none of it.
         part: this rank's number.
 
-    Attributes:
-        files: what this rank writes, by file: (key, values).
+    Raises:
+        CheckpointError: a tensor does not lie here as its placements say.
     """
-
-    def __init__(self, tensors: Mapping[str, Any], part: int) -> None:
-        self.files: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        self._tensors = tensors
-        self._listed: dict[str, list[list[Any]]] = {}
-        for name, piece in tensors.items():
-            if isinstance(piece, ShardPiece):
-                self._add(name, piece, part)
-
-    def _add(self, name: str, piece: ShardPiece, part: int) -> None:
+    files: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    listed: dict[str, list[list[Any]]] = {}
+    for name, piece in _pieces(tensors).items():
         file = file_of(pattern_of(name), part)
         own = [box for box in piece.boxes if box.is_written and box.values.numel()]
         if piece.split is not None:
-            keys = {chunk.offsets: chunk.key for chunk in _own(name, piece, self._tensors, file, part)}
+            keys = {chunk.offsets: chunk.key for chunk in _own_chunks(name, piece.split, tensors, file, part)}
             if keys.keys() != {box.offsets for box in own}:
                 raise CheckpointError(f"{name} is laid out on this rank differently from its placements")
             values = [(keys[box.offsets], box.values) for box in own]
         else:
-            values = [(_key(name, number, self._tensors), box.values) for number, box in enumerate(own)]
-            self._listed[name] = [
-                [box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)
-            ]
+            values = [(_key(name, number, tensors), box.values) for number, box in enumerate(own)]
+            listed[name] = [[box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)]
         if values:
-            self.files.setdefault(file, []).extend(values)
-
-    def told(self) -> dict[str, Any]:
-        """What rank 0 must know of it, as JSON."""
-        return {"grids": _digest(self._tensors), "boxes": self._listed}
+            files.setdefault(file, []).extend(values)
+    return files, {"grids": _digest(tensors), "boxes": listed}
 
 
-def _own(name: str, piece: ShardPiece, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
-    assert piece.split is not None
-    if _is_regular(piece.split):
-        number = piece.split.numbers.get(part)
-        return [] if number is None else [_grid(name, piece)[number]]
-    return [chunk for chunk in _chunks(name, piece, tensors) if chunk.file == file]
+def _pieces(tensors: Mapping[str, Any]) -> dict[str, ShardPiece]:
+    return {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
+
+
+def _own_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
+    if _is_regular(split):
+        number = split.numbers.get(part)
+        return [] if number is None else [_grid(name, split)[number]]
+    return [chunk for chunk in _chunks(name, split, tensors) if chunk.file == file]
 
 
 def _is_regular(split: TensorSplit) -> bool:
@@ -341,15 +328,13 @@ def _is_regular(split: TensorSplit) -> bool:
     return len(split.numbers) == len(split.writers)
 
 
-def _grid(name: str, piece: ShardPiece) -> ChunkGrid:
-    assert piece.split is not None
-    return ChunkGrid(name, piece.split.rows, pattern_of(name), piece.split.steps)
+def _grid(name: str, split: TensorSplit) -> ChunkGrid:
+    return ChunkGrid(name, split.rows, pattern_of(name), split.steps)
 
 
-def _chunks(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
+def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
     """The boxes of a tensor of which a rank writes several."""
-    assert piece.split is not None
-    for number, (writer, offsets, shape) in enumerate(piece.split.boxes()):
+    for number, (writer, offsets, shape) in enumerate(split.boxes()):
         yield TensorChunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
 
 
@@ -361,17 +346,16 @@ def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
     return key
 
 
-def _entry(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> TensorEntry:
-    assert piece.split is not None
-    chunks = _grid(name, piece) if _is_regular(piece.split) else tuple(_chunks(name, piece, tensors))
+def _entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mapping[str, Any]) -> TensorEntry:
+    chunks = _grid(name, split) if _is_regular(split) else tuple(_chunks(name, split, tensors))
     return TensorEntry(piece.shape, dtype_name(piece.dtype), chunks)
 
 
 def _digest(tensors: Mapping[str, Any]) -> str:
     found = {
-        name: _entry(name, each, tensors).encode()
-        for name, each in tensors.items()
-        if isinstance(each, ShardPiece) and each.split is not None
+        name: _entry(name, each, each.split, tensors).encode()
+        for name, each in _pieces(tensors).items()
+        if each.split is not None
     }
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
@@ -397,10 +381,9 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
         for name, boxes in each["boxes"].items():
             chunks = [TensorChunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
             listed.setdefault(name, []).extend(chunks)
-    pieces = {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
     return {
-        name: _entry(name, piece, tensors)
+        name: _entry(name, piece, piece.split, tensors)
         if piece.split is not None
         else TensorEntry(piece.shape, dtype_name(piece.dtype), tuple(listed.get(name, ())))
-        for name, piece in pieces.items()
+        for name, piece in _pieces(tensors).items()
     }

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from headway.checkpoint import folders
 from headway.checkpoint.format.chunks import TensorChunk, file_of
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.format.tensors import describe, prove_shard, write_shard
-from headway.checkpoint.saving.snapshot import SavePoint, ShardedTensors, entries, pattern_of
+from headway.checkpoint.saving.snapshot import SavePoint, entries, own_part, pattern_of
 from headway.checkpoint.state import CollectedState
 from headway.checkpoint.stores.disk import sync_folder
 from headway.errors import CheckpointError, ObjectStoreError
@@ -185,17 +185,11 @@ class SaveWait:
         self._now: set[str] = set()
         self._former: str | None = None
 
-    def joined(self) -> AbstractContextManager[None]:
-        """The main thread waits for the thread that writes."""
-        return self._within({"joined"})
-
-    def collecting(self) -> AbstractContextManager[None]:
-        """This rank's part is written; those of the others are waited for."""
-        is_main = threading.current_thread() is threading.main_thread()
-        return self._within({"collecting", "joined"} if is_main else {"collecting"})
-
     @contextmanager
-    def _within(self, added: set[str]) -> Iterator[None]:
+    def of(self, *what: str) -> Iterator[None]:
+        """This thread waits: "joined", for the thread that writes; "collecting", its part is written, for those of the others."""
+        is_main = threading.current_thread() is threading.main_thread()
+        added = {*what, "joined"} if is_main else {*what}
         self._update(added, set())
         try:
             yield
@@ -231,12 +225,13 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     job.spread()
     if not job.share.leads:
         return None
-    with (wait or SaveWait()).collecting():
+    with (wait or SaveWait()).of("collecting"):
         files, told = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
-    if job.policy.is_told:  # what is kept in memory replaces nothing, and is compared when it is loaded
-        _prove(manifest)
+    # Read as a load will, before it replaces anything; what is kept in memory replaces nothing, and is compared when it is loaded.
+    if job.policy.is_told and Manifest.decode(data := manifest.encode()).encode() != data:
+        raise CheckpointError("the manifest would not come back as it is")
     folders.commit(job.staging, job.final, manifest)
     # It is committed: nothing that fails now may say otherwise.
     try:
@@ -249,15 +244,9 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
             job.rotate()
     except (OSError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
-    if not job.policy.is_told:
-        return manifest
-    notify(
-        "checkpoint",
-        step=job.about.get("num_updates"),
-        source=job.source,
-        folder=str(job.final),
-        bytes=manifest.num_bytes(),
-    )
+    if job.policy.is_told:
+        step, num_bytes = job.about.get("num_updates"), manifest.num_bytes()
+        notify("checkpoint", step=step, source=job.source, folder=str(job.final), bytes=num_bytes)
     return manifest
 
 
@@ -267,16 +256,15 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
     try:
         for arrival in job.arrivals:
             arrival.wait()
-        spread, written = ShardedTensors(job.content.tensors, part or 0), []
+        (spread, told), written = own_part(job.content.tensors, part or 0), []
         parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
-        for file, boxes in spread.files.items():
+        for file, boxes in spread.items():
             parts.setdefault(file, []).extend(boxes)
         for file, tensors in parts.items():
             written.append(write_shard(job.staging / file, tensors, job.share.num_parts))
             prove_shard(job.staging / file, tensors)
         job.confirm()
-        told = {"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **spread.told()}
-        working.write_text(json.dumps(told))
+        working.write_text(json.dumps({"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **told}))
         working.replace(done)
     except BaseException:
         # Taking a file away works on a full disk as well.
@@ -339,23 +327,7 @@ def _assemble(
         )
         for name, tensor in job.content.tensors.items()
     }
-    content = job.content
-    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about)
-
-
-def _prove(manifest: Manifest) -> None:
-    """Read the manifest as a load will, before it replaces anything.
-
-    Raises:
-        CheckpointError: it could not be loaded.
-    """
-    try:
-        data = manifest.encode()
-        is_alike = Manifest.decode(data).encode() == data
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
-    if not is_alike:
-        raise CheckpointError("the manifest would not come back as it is")
+    return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
 
 
 def abandon(job: SaveJob) -> None:
@@ -401,7 +373,7 @@ class BackgroundSave:
     def join(self) -> None:
         """Wait for the save under way, and keep its error."""
         if self._thread is not None:
-            with self._wait.joined():
+            with self._wait.of("joined"):
                 # Ctrl-C in Thread.join() makes Python take the thread for one that has ended, and not wait for it at the exit.
                 self._is_over.wait()
                 self._thread.join()

@@ -102,10 +102,7 @@ class DiskStore:
         """
         final, data = self.folder, manifest.encode()
         Manifest.decode(data)  # what could not be read back must not take the place of what can
-        with open(staging / MANIFEST, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_forced(staging / MANIFEST, data)
         sync_folder(staging)
         is_exchange = (final / MANIFEST).exists()
         if is_exchange:
@@ -127,10 +124,8 @@ class DiskStore:
 
     def point_latest(self) -> None:
         """Let the file `latest` beside the checkpoint name it."""
-        with replacing(self.folder.parent / LATEST) as staged, open(staged, "w") as file:
-            file.write(self.folder.name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(self.folder.parent / LATEST) as staged:
+            write_forced(staged, f"{self.folder.name}\n".encode())
         sync_folder(self.folder.parent)
 
     # ---------------------------------------------------------------- find
@@ -208,6 +203,14 @@ def removing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ObjectStoreError) as error:
         log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
+
+
+def write_forced(path: Path, data: bytes, mode: str = "wb") -> None:
+    """Write a file, or ("ab") add to it, and force that to the disk."""
+    with open(path, mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -86,14 +86,6 @@ class FetchedCheckpoint:
             ]
         in_order(tasks)
 
-    def fetch_all(self, files: Iterable[str]) -> None:
-        """Have these files whole.
-
-        Raises:
-            CheckpointError: as for `fetch`.
-        """
-        self.fetch({file: [(0, self._manifest.files[file].num_bytes)] for file in files})
-
     def verify(self) -> None:
         """Read every byte of the checkpoint and compare it with what was written; nothing is kept.
 

@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 
 from headway.checkpoint.format.foreign import MANIFEST, number_of, program_of
 from headway.checkpoint.format.tensors import is_unmade
-from headway.checkpoint.loading.model import LoadRollback, misfit, preserved, put_in
-from headway.checkpoint.loading.restoring import put_back
-from headway.checkpoint.optimizers import undo_optimizer
+from headway.checkpoint.loading.restoring import LoadRollback, misfit, preserved, put_back, put_in
 from headway.checkpoint.resume.comparison import Restored
+from headway.checkpoint.state import undo_optimizer
 from headway.compat.accelerate.modules.models import load
 from headway.errors import CheckpointError
 from headway.log import get_logger

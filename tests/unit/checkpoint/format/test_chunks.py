@@ -15,7 +15,7 @@ from headway.checkpoint.format.chunks import ChunkGrid, TensorChunk, meeting, ov
 from headway.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _digest
 from headway.checkpoint.loading.files import CheckpointFiles, ChunkedTensor, open_tensors, read_state, verify
 from headway.checkpoint.saving import writer
-from headway.checkpoint.saving.snapshot import ShardedTensors, entries
+from headway.checkpoint.saving.snapshot import entries, own_part
 from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.weights.export import save_weights
@@ -225,13 +225,13 @@ def test_weights_are_merged_one_tensor_at_a_time(written, tmp_path):
 
 
 def test_ranks_that_hold_different_states_are_told(tmp_path):
-    told = [ShardedTensors(state(part), part).told() for part in range(3)]
+    told = [own_part(state(part), part)[1] for part in range(3)]
     assert len({each["grids"] for each in told}) == 1
     other = {**state(1), "model/0/a": pieces(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
     with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
-        entries(state(0), [told[0], ShardedTensors(other, 1).told(), told[2]])
+        entries(state(0), [told[0], own_part(other, 1)[1], told[2]])
     with pytest.raises(CheckpointError, match="differently from its placements"):
-        ShardedTensors({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
+        own_part({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
 
 
 def test_manifests_with_grids_that_are_not_what_was_written(written):

@@ -127,7 +127,7 @@ def test_on_a_device_the_copies_have_a_queue_of_their_own(monkeypatch):
 
     monkeypatch.setattr(snapshot, "CopyStream", Stream)
     monkeypatch.setattr(
-        HostCopies, "_make", lambda copies, own: {key: torch.empty(each.shape) for key, each in own.items()}
+        HostCopies, "_room_for", lambda copies, own: {key: torch.empty(each.shape) for key, each in own.items()}
     )
     tensors = {"optimizer/0/x": torch.empty(3, device="meta"), "rest": torch.ones(2)}
     taken = HostCopies().overlap(tensors, set(tensors), {"optimizer/0/x"})

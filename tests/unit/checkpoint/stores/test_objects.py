@@ -162,7 +162,7 @@ def test_ranges_are_fetched_once_and_compared(bucket, monkeypatch):
     assert local.stat().st_size == manifest.files[name].num_bytes
     bucket.put((final / name).part(2), bytes(1000))
     with pytest.raises(CheckpointError, match="is damaged: its bytes"):
-        FetchedCheckpoint(final, manifest).fetch_all([name])
+        FetchedCheckpoint(final, manifest).fetch({name: [(0, manifest.files[name].num_bytes)]})
     folder = some.folder
     del some
     assert not folder.exists()

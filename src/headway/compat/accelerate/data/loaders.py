@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from headway.compat.accelerate.state import GradientState, PartialState, remainder
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
-from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.feeds import State
+from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.order import LoaderGenerator, LoadingRules, RandomSource, SampleOrder, permutation
 from headway.data.sampling.position import Position
