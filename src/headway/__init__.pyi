@@ -68,7 +68,7 @@ from headway.config.run import GradientAccumulationPlugin as GradientAccumulatio
 from headway.config.run import Preemption as Preemption
 from headway.config.run import ProjectConfiguration as ProjectConfiguration
 from headway.data.build import skip_first_batches as skip_first_batches
-from headway.forecasting.solve import LongestSequence as LongestSequence
+from headway.forecasting.forecaster import LongestSequence as LongestSequence
 from headway.launch.notebook import debug_launcher as debug_launcher
 from headway.launch.notebook import notebook_launcher as notebook_launcher
 from headway.log import get_logger as get_logger

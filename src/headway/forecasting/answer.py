@@ -5,9 +5,16 @@ from typing import Any
 
 from headway.common.garbage import no_garbage_search
 from headway.common.text import format_bytes
-from headway.forecasting.device.allocator import AllocationReplay, replay
+from headway.forecasting.device.allocator import (
+    KINDS,
+    AllocationReplay,
+    MemoryEvent,
+    plain_peak,
+    replay,
+    split_at,
+    told_apart,
+)
 from headway.forecasting.device.devices import Device, spread
-from headway.forecasting.tracing.events import KINDS, MemoryEvent, plain_peak, split_at, told_apart
 from headway.forecasting.tracing.trace import Trace
 
 POINTS = 400

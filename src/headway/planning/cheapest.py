@@ -13,8 +13,7 @@ from headway.config.engines import EngineOptions
 from headway.config.values import check_count
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import budget_of, find, room
-from headway.forecasting.forecaster import StepForecaster
-from headway.forecasting.solve import PROBE
+from headway.forecasting.forecaster import PROBE, StepForecaster
 from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork

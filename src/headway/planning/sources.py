@@ -14,7 +14,7 @@ from torch import nn
 from headway.common.optional import require
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
-from headway.forecasting.solve import LongestSequence
+from headway.forecasting.forecaster import LongestSequence
 from headway.forecasting.tracing.tensors import unmasked as unmasked
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning.dry_run.drive import Step

@@ -22,11 +22,9 @@ from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.compiled import may_compile, refuse_compiled, without_kernels
-from headway.forecasting.tracing.four_bit import is_four_bit, pack
-from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
-from headway.forecasting.tracing.settled import with_third_update
+from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated, with_third_update
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
-from headway.forecasting.tracing.tensors import without_values
+from headway.forecasting.tracing.tensors import is_four_bit, pack, without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
 from headway.offload.placement.meta_model import init_empty_weights

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
+from headway.forecasting.device.allocator import UNSURE, MemoryEvent
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import (
     NAMESPACES,
@@ -34,10 +35,8 @@ from headway.forecasting.device.kernels import (
     scratch,
     takes_cublas,
 )
-from headway.forecasting.tracing.bounded import at_most, without_masks
-from headway.forecasting.tracing.events import UNSURE, MemoryEvent
 from headway.forecasting.tracing.step import StepObserver
-from headway.forecasting.tracing.tensors import plain, stand_for_others
+from headway.forecasting.tracing.tensors import at_most, plain, stand_for_others, without_masks
 from headway.forecasting.tracing.work import StepWork, WorkCounter
 
 Storage = torch.UntypedStorage

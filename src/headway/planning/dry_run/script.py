@@ -25,7 +25,7 @@ from headway.accelerator import Accelerator
 from headway.common.callsite import Frame, is_headways, stack
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
-from headway.forecasting import pretending
+from headway.forecasting import begin_forecast
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.compiled import refuse_compiled
@@ -308,7 +308,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
         raise ConfigError(f"there is no script {script}")
     dry_run = ScriptDryRun(device)
     # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
-    pretending.begin()
+    begin_forecast()
     home = sys.modules[Accelerator.__module__]
     home.__dict__["Accelerator"] = watched_by(dry_run)
     sys.modules["headway"].__dict__.pop("Accelerator", None)

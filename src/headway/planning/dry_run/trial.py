@@ -19,9 +19,9 @@ from headway.config.engines import EngineOptions
 from headway.config.mesh import Layout
 from headway.config.parallelism import PipelineOptions
 from headway.errors import StateError, UnsupportedError
+from headway.forecasting.device.allocator import told_apart
 from headway.forecasting.device.devices import Device, find
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.events import told_apart
 from headway.forecasting.tracing.fake import fill
 from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
