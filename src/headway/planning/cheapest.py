@@ -17,7 +17,7 @@ from headway.forecasting.forecaster import PROBE, StepForecaster
 from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
-from headway.planning.dry_run.repeated import treats_blocks_alike
+from headway.planning.dry_run.trial import treats_blocks_alike
 from headway.planning.forecast import Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker
