@@ -14,8 +14,8 @@ from benchmarks.forecast.models import CASES, Case
 from benchmarks.forecast.truth import peak
 from benchmarks.timing import machine
 from headway.config.engines import ActivationCheckpointing
+from headway.forecasting.device.allocator import plain_peak
 from headway.forecasting.device.devices import MIB, find
-from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked

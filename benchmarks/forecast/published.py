@@ -3,10 +3,9 @@
 import warnings
 
 from benchmarks.forecast.reference import LARGEST, PUBLISHED, PUBLISHED_V100, AdamWOf2022, batch, model, recompute
-from headway.forecasting.device.allocator import replay
+from headway.forecasting.device.allocator import MemoryEvent, replay
 from headway.forecasting.device.devices import MIB, find, room, spread
-from headway.forecasting.solve import BudgetSearch
-from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.forecaster import BudgetSearch
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.optimizers import maker

@@ -68,7 +68,7 @@ from headway.config.run import GradientAccumulationPlugin as GradientAccumulatio
 from headway.config.run import Preemption as Preemption
 from headway.config.run import ProjectConfiguration as ProjectConfiguration
 from headway.data.build import skip_first_batches as skip_first_batches
-from headway.forecasting.solve import LongestSequence as LongestSequence
+from headway.forecasting.forecaster import LongestSequence as LongestSequence
 from headway.launch.notebook import debug_launcher as debug_launcher
 from headway.launch.notebook import notebook_launcher as notebook_launcher
 from headway.log import get_logger as get_logger
@@ -86,8 +86,8 @@ from headway.offload.dispatch import cpu_offload as cpu_offload
 from headway.offload.dispatch import disk_offload as disk_offload
 from headway.offload.dispatch import dispatch_model as dispatch_model
 from headway.offload.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from headway.offload.dispatch import load_checkpoint_in_model as load_checkpoint_in_model
 from headway.offload.execution import offload_pace as offload_pace
-from headway.offload.load import load_checkpoint_in_model as load_checkpoint_in_model
 from headway.offload.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
 from headway.offload.offload_folder import PrefixedDataset as PrefixedDataset
 from headway.offload.offload_folder import extract_submodules_state_dict as extract_submodules_state_dict

@@ -54,7 +54,7 @@ from headway.data.build import skip_first_batches
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.order import LoadingRules
 from headway.errors import ConfigError, StateError, UnsupportedError
-from headway.forecasting.pretending import is_forecast
+from headway.forecasting import is_forecast
 from headway.launch import watch
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory

@@ -10,7 +10,7 @@ from headway.cli.options import EARLIER_NAMES, JSON, POSITIVE, GroupedCommand, e
 from headway.cli.progress import show_progress
 from headway.errors import ConfigError
 from headway.forecasting.device.devices import find
-from headway.planning.tasks import TASKS
+from headway.planning import TASKS
 
 _ABOUT = """Estimate the memory that the model in FOLDER needs, what fits on this machine, and the highest speed.
 

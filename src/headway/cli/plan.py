@@ -33,11 +33,11 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         parse(text)  # a word that is no layout at all is wrong use; one that does not divide the ranks is a row
     memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
     # Imported here so that the help does not wait for torch.
-    from headway.planning.compare import as_dict, candidates, compare, plan
+    from headway.planning.compare import as_dict, candidates, compare, plan, tabulate
     from headway.planning.costs import ClusterRates
     from headway.planning.optimizers import maker
+    from headway.planning.outcome import describe
     from headway.planning.sources import find
-    from headway.planning.table import describe, tabulate
 
     source = find(model, given["batch_size"], given["sequence"])
     cluster = ClusterRates(

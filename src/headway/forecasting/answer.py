@@ -5,9 +5,16 @@ from typing import Any
 
 from headway.common.garbage import no_garbage_search
 from headway.common.text import format_bytes
-from headway.forecasting.device.allocator import AllocationReplay, replay
+from headway.forecasting.device.allocator import (
+    KINDS,
+    AllocationReplay,
+    MemoryEvent,
+    plain_peak,
+    replay,
+    split_at,
+    told_apart,
+)
 from headway.forecasting.device.devices import Device, spread
-from headway.forecasting.tracing.events import KINDS, MemoryEvent, plain_peak, split_at, told_apart
 from headway.forecasting.tracing.trace import Trace
 
 POINTS = 400
@@ -62,7 +69,7 @@ def timeline(events: list[MemoryEvent], phases: dict[str, int], points: int = PO
     return Timeline(tuple(places), sizes, tuple(sorted(phases.items(), key=lambda pair: pair[1])))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """What a training step takes on a device. Sizes are bytes.
 
@@ -102,12 +109,12 @@ class Forecast:
     peak_line: str
     budget: int | None
     fits: bool | None
-    largest_batch: int | None
-    longest_sequence: int | None
+    largest_batch: int | None = None
+    longest_sequence: int | None = None
     timeline: Timeline
-    by_batch: tuple[tuple[int, int], ...]
-    num_traces: int
-    seconds: float
+    by_batch: tuple[tuple[int, int], ...] = ()
+    num_traces: int = 1
+    seconds: float = 0.0
     caveats: tuple[str, ...]
     strategy: str = ""
     num_ranks: int = 1
@@ -172,12 +179,7 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
         peak_line=events[answer.peak].where,
         budget=limit,
         fits=None if limit is None else _fits(least, most, limit),
-        largest_batch=None,
-        longest_sequence=None,
         timeline=timeline(events, traced.phases),
-        by_batch=(),
-        num_traces=1,
-        seconds=0.0,
         caveats=(*traced.caveats, *target.caveats),
     )
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from headway.common.text import format_bytes
 from headway.log import get_logger
+from headway.offload import EXECUTION
 from headway.offload.placement.budget import available_memory
 from headway.offload.placement.device_map import CPU, DISK, Home, Placement
 from headway.offload.readahead import ReadAhead
-from headway.offload.spread import EXECUTION
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport, pin, pinnable, transport_to
 from headway.runtime.collectives.tree import tensors, to_device

@@ -51,7 +51,12 @@ def offload(
     path = folder / FILE
     if path.exists():
         found = open_checkpoint(path)
-        _check_owner(path, found, specs, owner, values)
+        _check_names(path, found, specs)
+        if owner and map_safetensors(path)[1].get(_OWNER) != owner:
+            raise _foreign(path, "they were made from other files")
+        for name, value in () if owner else values():
+            if not torch.equal(raw_bytes(found.tensors[name].tensor()), raw_bytes(value)):
+                raise _foreign(path, f"the values of {name} differ")
         return found
     try:
         with replacing(path, has_rivals=True) as staged:
@@ -72,24 +77,6 @@ def existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> Weig
     found = open_checkpoint(Path(folder) / FILE)
     _check_names(Path(folder) / FILE, found, specs)
     return found
-
-
-def _check_owner(
-    path: Path,
-    found: WeightFiles,
-    specs: Mapping[str, TensorSpec],
-    owner: str,
-    values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-) -> None:
-    _check_names(path, found, specs)
-    if owner:
-        if map_safetensors(path)[1].get(_OWNER) != owner:
-            raise _foreign(path, "they were made from other files")
-        return
-    for name, value in values():
-        stored = found.tensors[name].tensor()
-        if not torch.equal(raw_bytes(stored), raw_bytes(value)):
-            raise _foreign(path, f"the values of {name} differ")
 
 
 def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]) -> None:

@@ -14,8 +14,7 @@ from torch import nn
 from headway.common.optional import require
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.offload.dispatch import default_device, dispatch_model
-from headway.offload.load import load_checkpoint_in_model
+from headway.offload.dispatch import default_device, dispatch_model, load_checkpoint_in_model
 from headway.offload.placement.budget import Device
 from headway.offload.placement.device_map import Placement, device_of, resolve_device_map, settle
 from headway.offload.placement.sizes import CustomDtype, find_tied_parameters

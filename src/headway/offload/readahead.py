@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -95,16 +95,11 @@ def is_resident(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or share_resident(tensor) == 1.0
 
 
-def bring_in(tensor: torch.Tensor, is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Read a tensor's pages from its file, in order, and map them; returns when they are there.
-
-    Other threads run meanwhile. Between pieces of 8 MiB it is asked whether they are still wanted.
-    """
+def bring_in(tensor: torch.Tensor) -> None:
+    """Read a tensor's pages from its file, in order, and map them; returns when they are there. Other threads run meanwhile."""
     libc = _libc()
     start, length = _range(tensor)
     for offset in range(0, length, _STEP):
-        if not is_wanted():
-            return
         if libc is None or libc.madvise(start + offset, min(_STEP, length - offset), _MADV_POPULATE_READ):
             _touch(tensor, offset)
 

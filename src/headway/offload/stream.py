@@ -72,6 +72,8 @@ class DeviceStream(UnitReader):
         transport: how copies are made.
 
     Attributes:
+        active_bytes: bytes of weights on the device: copies that are there or under way, or let go before they had arrived. Not in
+            it is what autograd holds: trainable weights of the present step, and a weight that backward copies again.
         peak_bytes: the most that `active_bytes` has been.
     """
 
@@ -82,13 +84,13 @@ class DeviceStream(UnitReader):
     ) -> None:
         super().__init__(units, window)
         self._transport = transport
-        self._device = device
+        self.device = device
         self._reset()
 
     def _reset(self) -> None:
         self._copies: dict[int, PendingWeightCopy] = {}
         self._leaving: list[PendingWeightCopy] = []
-        self._active_bytes = self.peak_bytes = 0
+        self.active_bytes = self.peak_bytes = 0
         self._uses: dict[int, list[WeightUse]] = {}
         self._expected: list[int] = []
         self._shared: set[int] | None = None
@@ -101,22 +103,9 @@ class DeviceStream(UnitReader):
         return {key for key, count in counts.items() if count > 1}
 
     @property
-    def device(self) -> torch.device:
-        """Where weights are used."""
-        return self._device
-
-    @property
     def traffic(self) -> ReadTraffic:
         """What was copied."""
         return self._transport.traffic
-
-    @property
-    def active_bytes(self) -> int:
-        """Bytes of weights on the device: copies that are there or under way, or let go before they had arrived.
-
-        Not in it is what autograd holds: trainable weights of the present step, and a weight that backward copies again.
-        """
-        return self._active_bytes
 
     def mark(self) -> Any:
         """How far the computation has queued its work; None where it computes at once."""
@@ -163,7 +152,7 @@ class DeviceStream(UnitReader):
 
     def _on_device(self, home: torch.Tensor) -> torch.Tensor:
         if self._is_copied_by_autograd(home):
-            return home.to(self._device, copy=True)
+            return home.to(self.device, copy=True)
         copy = self._copies[id(home)]
         start = time.perf_counter()
         try:
@@ -195,22 +184,22 @@ class DeviceStream(UnitReader):
         for (key, home), tensor in zip(wanted.items(), memory):
             future = self._worker.submit(self._transport.start, home, tensor, after)
             self._copies[key] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
-            self._active_bytes += tensor.nbytes
-        self.peak_bytes = max(self.peak_bytes, self._active_bytes)
+            self.active_bytes += tensor.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.active_bytes)
 
     def _let_go(self, keys: Iterable[int]) -> None:
         """Drop copies. One that may still be written to keeps its memory until the computation waits for it."""
         for key in keys:
             copy = self._copies.pop(key)
             if copy.is_awaited or copy.future.cancel():
-                self._active_bytes -= copy.tensor.nbytes
+                self.active_bytes -= copy.tensor.nbytes
             else:
                 self._leaving.append(copy)
         for copy in [copy for copy in self._leaving if copy.future.done()]:
             if copy.future.exception() is None:
                 self._transport.finish(copy.tensor, copy.future.result())
             self._leaving.remove(copy)
-            self._active_bytes -= copy.tensor.nbytes
+            self.active_bytes -= copy.tensor.nbytes
 
     def _look_ahead(self, unit: int) -> None:
         room = self.window

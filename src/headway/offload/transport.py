@@ -90,8 +90,8 @@ class RingTransport(HostTransport):
     """
 
     def __init__(self, stream: CopyStream, chunk: int = CHUNK) -> None:
-        self.traffic = ReadTraffic()
-        self.pinned: Callable[[int], torch.Tensor] | None = stream.pinned
+        super().__init__()
+        self.pinned = stream.pinned
         self._stream = stream
         self._chunk = chunk
         self._reset()

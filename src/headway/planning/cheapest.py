@@ -13,12 +13,11 @@ from headway.config.engines import EngineOptions
 from headway.config.values import check_count
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import budget_of, find, room
-from headway.forecasting.forecaster import StepForecaster
-from headway.forecasting.solve import PROBE
+from headway.forecasting.forecaster import PROBE, StepForecaster
 from headway.forecasting.tracing.step import PRECISIONS, STEPS, Loop, Loss, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
-from headway.planning.dry_run.repeated import treats_blocks_alike
+from headway.planning.dry_run.trial import treats_blocks_alike
 from headway.planning.forecast import Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker

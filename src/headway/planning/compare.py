@@ -7,22 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from headway.common.text import format_bytes
+from headway.common.text import columns, format_bytes, format_number
 from headway.config.engines import collect_options
 from headway.config.mesh import Layout, parse
 from headway.config.values import check_count
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.step import check_precision
-from headway.planning.costs import ClusterRates, Cost, cost
+from headway.planning.costs import ClusterRates, cost
 from headway.planning.dry_run.drive import Step
 from headway.planning.dry_run.fake_group import PeerAnswer
 from headway.planning.dry_run.meter import MeteredCollective, Volume
-from headway.planning.dry_run.repeated import dry_run_repeated, treats_blocks_alike
-from headway.planning.dry_run.trial import StepDryRun, dry_run_rank, dry_run_stages
+from headway.planning.dry_run.trial import (
+    StepDryRun,
+    dry_run_rank,
+    dry_run_repeated,
+    dry_run_stages,
+    treats_blocks_alike,
+)
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, RankShare, outcome
-from headway.planning.table import tabulate
+from headway.planning.outcome import Cost, Plan, RankShare, bytes_sent, counted, in_seconds, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -244,3 +248,29 @@ def _share(share: RankShare) -> dict[str, Any]:
 
 def _exchange(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
     return asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}
+
+
+def tabulate(comparison: PlanComparison) -> list[str]:
+    """The layouts beside each other, then why some do not fit."""
+    head = [
+        "strategy", "weights", "gradients", "optimizer", "activations", "gathered", "total", "peak", "sent", "update", "waits for",
+    ]  # fmt: skip
+    has_tokens = any(row.cost is not None and row.cost.tokens_per_second for row in comparison.rows)
+    head += ["tokens/s"] if has_tokens else []
+    head.append("")
+    lines = columns([head, *(_cells(row, row.plan, has_tokens) for row in comparison.rows if row.plan is not None)])
+    reasons = [f"{row.strategy}: {row.reason}" for row in comparison.rows if row.reason]
+    return [*lines, *([""] if reasons else []), *reasons]
+
+
+def _cells(row: ComparedPlan, plan: Plan, has_tokens: bool) -> list[str]:
+    share, found = plan.shares.fullest(), row.cost
+    sizes: list[float | None] = [None] * 4
+    if plan.exchanges is not None:
+        sizes = [share.gradients, share.optimizer_state, plan.activations, plan.gathered]
+    sent = None if plan.exchanges is None else bytes_sent(plan.exchanges)
+    cells = [row.strategy, format_bytes(share.weights), *map(counted, [*sizes, plan.total, plan.traced, sent])]
+    cells += ["-", "-"] if found is None else [in_seconds(found.seconds), found.bottleneck]
+    if has_tokens:
+        cells.append(format_number(found.tokens_per_second) if found is not None else "-")
+    return [*cells, "does not fit" if row.reason else ""]

@@ -3,86 +3,72 @@
 Of a pipeline, what each of its ranks does is gone through in order, with the waiting for the others.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
 
 from headway.config.mesh import Layout
 from headway.errors import ConfigError, StateError
 from headway.planning.dry_run.meter import PlanEvent
-from headway.planning.outcome import Plan
+from headway.planning.outcome import Cost, Plan
 
 
+@dataclass
+class StageTraffic:
+    """What is on its way between the ranks of a pipeline.
+
+    Attributes:
+        ranks: no other one is waited for.
+        sent: when each message arrives, by sender and receiver, in order.
+        met: when each rank has come to a collective, by the ranks that take part and its number among theirs.
+    """
+
+    ranks: frozenset[int]
+    sent: defaultdict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
+    met: defaultdict[tuple[tuple[int, ...], int], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+
+
+@dataclass
 class StageTimeline:
     """One rank along the pipeline.
 
-    Args:
+    Attributes:
         events: what it does.
         rank: its number in the run.
-
-    Attributes:
         clock: seconds since the update began.
         busy: seconds of computing.
+        num_done: events that it has done.
     """
 
-    def __init__(self, events: Sequence[PlanEvent], rank: int) -> None:
-        self._left = deque(events)
-        self.rank = rank
-        self.clock = self.busy = 0.0
-        self._num_met: dict[tuple[int, ...], int] = defaultdict(int)
+    events: Sequence[PlanEvent]
+    rank: int
+    clock: float = 0.0
+    busy: float = 0.0
+    num_done: int = 0
 
-    @property
-    def is_done(self) -> bool:
-        """Has it done all?"""
-        return not self._left
-
-    def go_on(self, traffic: "StageTraffic", seconds: Callable[[PlanEvent], float]) -> bool:
-        """Do what can be done without waiting for what others have not done yet; returns whether that was anything."""
-        num_left = len(self._left)
-        while self._left and self._do(self._left[0], traffic, seconds):
-            self._left.popleft()
-        return len(self._left) < num_left
-
-    def _do(self, event: PlanEvent, traffic: "StageTraffic", seconds: Callable[[PlanEvent], float]) -> bool:
-        if event.kind == "compute":
-            self.clock += seconds(event)
-            self.busy += seconds(event)
-        elif event.kind == "send":  # it goes on meanwhile
-            traffic.sent[self.rank, event.ranks[0]].append(self.clock + seconds(event))
-        elif event.kind == "recv":
-            arriving = traffic.sent[event.ranks[0], self.rank]
-            if not arriving:
-                return False
-            self.clock = max(self.clock, arriving.popleft())
-        else:
-            begun = traffic.meet(event, self.rank, self._num_met[event.ranks], self.clock)
-            if begun is None:
-                return False
-            self._num_met[event.ranks] += 1
-            self.clock = begun + seconds(event)
-        return True
-
-
-class StageTraffic:
-    """What is on its way between ranks.
-
-    Args:
-        ranks: of the pipeline: no other one is waited for.
-
-    Attributes:
-        sent: when each message arrives, by sender and receiver, in order.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = frozenset(ranks)
-        self.sent: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
-        self._met: defaultdict[tuple[tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
-
-    def meet(self, event: PlanEvent, rank: int, number: int, clock: float) -> float | None:
-        """When all ranks have come to this collective; None: one has not."""
-        come = self._met[event.ranks, number]
-        come.setdefault(rank, clock)
-        return max(come.values()) if come.keys() >= self._ranks & set(event.ranks) else None
+    def run(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[bool]:
+        """Do all of it; yields True where it has to wait for what others have not done yet."""
+        num_met: Counter[tuple[int, ...]] = Counter()
+        for event in self.events:
+            if event.kind == "compute":
+                self.clock += seconds(event)
+                self.busy += seconds(event)
+            elif event.kind == "send":  # it goes on meanwhile
+                traffic.sent[self.rank, event.ranks[0]].append(self.clock + seconds(event))
+            elif event.kind == "recv":
+                arriving = traffic.sent[event.ranks[0], self.rank]
+                while not arriving:
+                    yield True
+                self.clock = max(self.clock, arriving.popleft())
+            else:
+                come = traffic.met[event.ranks, num_met[event.ranks]]
+                come[self.rank] = self.clock
+                while not come.keys() >= traffic.ranks & set(event.ranks):
+                    yield True
+                num_met[event.ranks] += 1
+                self.clock = max(come.values()) + seconds(event)
+            self.num_done += 1
 
 
 def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], float]) -> float:
@@ -95,9 +81,12 @@ def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], floa
     Raises:
         StateError: ranks wait for each other for ever.
     """
-    traffic = StageTraffic([lane.rank for lane in lanes])
-    while not all(lane.is_done for lane in lanes):
-        if not any(lane.go_on(traffic, seconds) for lane in lanes):
+    traffic = StageTraffic(frozenset(lane.rank for lane in lanes))
+    running = [lane.run(traffic, seconds) for lane in lanes]
+    while running:
+        before = sum(lane.num_done for lane in lanes)
+        running = [run for run in running if next(run, False)]
+        if running and sum(lane.num_done for lane in lanes) == before:
             raise StateError("the ranks of a pipeline wait for each other in the order of their sends and receives")
     return max(lane.clock for lane in lanes)
 
@@ -133,13 +122,9 @@ class ClusterRates:
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
         """Do the groups along this axis lie on one machine each?"""
-        axes = self._named(axis, layout)
-        stride, span, block = layout.num_ranks, 0, 1
-        for name, size in layout.sizes.items():
-            stride //= size
-            if name in axes:
-                span += (size - 1) * stride
-                block = max(block, size * stride)
+        along = list(_along(axis, layout))
+        span = sum((size - 1) * stride for size, stride in along)
+        block = max((size * stride for size, stride in along), default=1)
         return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
 
     def rate(self, axis: str, layout: Layout) -> float:
@@ -150,40 +135,18 @@ class ClusterRates:
         """
         if self.is_within_machine(axis, layout):
             return self.intra
-        stride, side_by_side = layout.num_ranks, 1
-        for name, size in layout.sizes.items():
-            stride //= size
-            if name in self._named(axis, layout):
-                side_by_side *= max(1, min(size, self.machine_ranks // stride))
+        side_by_side = prod(max(1, min(size, self.machine_ranks // stride)) for size, stride in _along(axis, layout))
         return self.inter if side_by_side == 1 else min(self.intra, self.inter * side_by_side)
 
-    @staticmethod
-    def _named(axis: str, layout: Layout) -> set[str]:
-        named = set(axis.replace("_", "x").split("x"))
-        return named & layout.sizes.keys() or set(layout.sizes)
 
-
-@dataclass(frozen=True)
-class Cost:
-    """What an update takes at least.
-
-    Attributes:
-        compute: seconds of computing.
-        by_axis: seconds of exchanges along each axis.
-        seconds: of the update, where all that can overlap does.
-        bottleneck: "compute", the axis that takes longest, or "bubble".
-        tokens_per_second: of the whole run; 0: the tokens of an update are not known.
-        per_unit: rank-seconds for a token, or for one batch of a data shard: what layouts are compared by.
-        bubble: seconds for which the rank of a pipeline that computes most waits for the others.
-    """
-
-    compute: float
-    by_axis: dict[str, float]
-    seconds: float
-    bottleneck: str
-    tokens_per_second: float
-    per_unit: float
-    bubble: float = 0.0
+def _along(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
+    """(size, ranks from one place to the next) of each of the axes that are named; of all axes where the layout has none of these."""
+    named = set(axis.replace("_", "x").split("x")) & layout.sizes.keys() or set(layout.sizes)
+    stride = layout.num_ranks
+    for name, size in layout.sizes.items():
+        stride //= size
+        if name in named:
+            yield size, stride
 
 
 def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:

@@ -15,12 +15,11 @@ from headway.config.values import check_count
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace
 from headway.forecasting.device.devices import Device, budget_of, find
-from headway.forecasting.forecaster import StepForecaster
-from headway.forecasting.solve import LongestSequence
+from headway.forecasting.forecaster import LongestSequence, StepForecaster
 from headway.forecasting.tracing.step import Loop, Loss, StepRecipe
 from headway.forecasting.tracing.tensors import MASK, POSITIONS
-from headway.planning.dry_run.repeated import treats_blocks_alike
 from headway.planning.dry_run.script import dry_run_script
+from headway.planning.dry_run.trial import treats_blocks_alike
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer

@@ -1,4 +1,4 @@
-"""A plan: what each rank of a layout holds, sends and writes, in numbers."""
+"""A plan: what each rank of a layout holds, sends and writes, in numbers and as text."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from math import prod
 
 import torch
 
+from headway.common.text import columns, format_bytes, format_number
 from headway.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.trial import RankGroups, StateOf, StepDryRun, TensorShare
-from headway.planning.table import describe
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,12 @@ class Stage:
     @property
     def sent(self) -> float:
         """Bytes that the rank sends in one update."""
-        return sum(exchange.sent(volume.num_bytes) for exchange, volume in self.exchanges.items())
+        return bytes_sent(self.exchanges)
+
+
+def bytes_sent(exchanges: dict[MeteredCollective, Volume]) -> float:
+    """By one rank."""
+    return sum(exchange.sent(volume.num_bytes) for exchange, volume in exchanges.items())
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ def outcome(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens:
     return Plan(
         strategy,
         layout,
-        sum(map(_numel, cut)),
+        sum(prod(piece.shape) for piece in cut),
         shares,
         max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
         max(stage.flops for stage in stages) if has_step else None,
@@ -270,25 +275,128 @@ def _joined(layout: Layout, trials: Sequence[StepDryRun]) -> tuple[tuple[TensorS
     return pieces, tuple(state for _, state in found.values() if state is not None)
 
 
-def _numel(piece: TensorShare) -> int:
-    return int(torch.Size(piece.shape).numel())
-
-
 def _gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:
     """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit.
 
     Of a pipeline all parameters of a stage, and their gradients.
     """
-    gathers = [
-        volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis
-    ]
-    reductions = [
-        volume.largest
-        for exchange, volume in volumes.items()
-        if exchange.kind == "reduce_scatter" and "shard" in exchange.axis
-    ]
+    sharded = [(exchange.kind, volume) for exchange, volume in volumes.items() if "shard" in exchange.axis]
+    gathers = [volume for kind, volume in sharded if kind == "all_gather"]
     if is_pipeline or not gathers:
         return 2 * sum(volume.num_bytes for volume in gathers)
-    root = max(volume.largest for volume in gathers)
-    blocks = min((volume.largest for volume in gathers), default=0)
-    return root + 2 * blocks + max(reductions, default=0)
+    largest = [volume.largest for volume in gathers]
+    reductions = (volume.largest for kind, volume in sharded if kind == "reduce_scatter")
+    return max(largest) + 2 * min(largest) + max(reductions, default=0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an update takes at least.
+
+    Attributes:
+        compute: seconds of computing.
+        by_axis: seconds of exchanges along each axis.
+        seconds: of the update, where all that can overlap does.
+        bottleneck: "compute", the axis that takes longest, or "bubble".
+        tokens_per_second: of the whole run; 0: the tokens of an update are not known.
+        per_unit: rank-seconds for a token, or for one batch of a data shard: what layouts are compared by.
+        bubble: seconds for which the rank of a pipeline that computes most waits for the others.
+    """
+
+    compute: float
+    by_axis: dict[str, float]
+    seconds: float
+    bottleneck: str
+    tokens_per_second: float
+    per_unit: float
+    bubble: float = 0.0
+
+
+NOT_COUNTED = "not counted"
+
+
+def describe(plan: Plan, found: Cost | None = None) -> list[str]:
+    """One layout in full."""
+    sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
+    lines = [
+        f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
+        *columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
+        *_gaps(plan),
+        *_stages(plan),
+        f"activations kept for backward, without temporaries: {counted(plan.activations)}",
+        f"gathered parameters and their gradients, estimated: {counted(plan.gathered if plan.exchanges is not None else None)}",
+        f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
+        f"{format_bytes(plan.saved.per_rank)}",
+        f"the most that tensors take at once, with temporaries: {counted(plan.traced)}",
+    ]
+    if plan.exchanges is None:
+        return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
+    if plan.exchanges:
+        head = ["phase", "collective", "axis", "ranks", "calls", "bytes", "sent per rank"]
+        lines += ["one update sends:", *columns([head, *_exchanges(plan)])]
+    else:
+        lines.append("one update sends nothing")
+    lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP per rank")
+    if found is not None:
+        parts = [
+            f"computing {in_seconds(found.compute)}",
+            *(f"{axis} {in_seconds(s)}" for axis, s in found.by_axis.items()),
+            *([f"waiting for other stages {in_seconds(found.bubble)}"] if plan.stages else []),
+        ]
+        lines.append(f"at least {in_seconds(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
+    return lines
+
+
+def _ranks(plan: Plan) -> Iterable[list[str]]:
+    shares = {share.rank: share for share in (plan.rank0, plan.shares.fullest(), plan.last_rank)}
+    for rank, share in sorted(shares.items()):
+        sizes = share.weights, share.padding, share.gradients, share.optimizer_state, share.num_bytes
+        yield [f"{rank:,}", *map(format_bytes, sizes)]
+
+
+def _stages(plan: Plan) -> list[str]:
+    if not plan.stages:
+        return []
+    head = ["stage", "rank", "held", "activations", "total", "sent", "TFLOP"]
+    rows = [
+        [
+            f"{place}",
+            f"{stage.share.rank:,}",
+            format_bytes(stage.share.num_bytes),
+            counted(stage.activations),
+            format_bytes(stage.share.num_bytes + (stage.activations or 0)),
+            NOT_COUNTED if plan.exchanges is None else format_bytes(stage.sent),
+            NOT_COUNTED if plan.exchanges is None else format_number(stage.flops / 1e12),
+        ]
+        for place, stage in enumerate(plan.stages)
+    ]
+    return [
+        "by place along the pipeline, where the last lines show the rank that has most of each:",
+        *columns([head, *rows]),
+    ]
+
+
+def _gaps(plan: Plan) -> Iterable[str]:
+    if plan.shares.thinnest is None:
+        return
+    num_holders, name = plan.shares.thinnest
+    yield (
+        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {num_holders:,} ranks hold a "
+        f"part of {name}, and {plan.shares.num_empty:,} ranks hold no part of any parameter"
+    )
+
+
+def _exchanges(plan: Plan) -> Iterable[list[str]]:
+    for exchange, volume in (plan.exchanges or {}).items():
+        sizes = format_bytes(volume.num_bytes), format_bytes(exchange.sent(volume.num_bytes))
+        yield [exchange.phase, exchange.kind, exchange.axis, f"{exchange.num_ranks:,}", f"{volume.calls:,}", *sizes]
+
+
+def counted(size: float | None) -> str:
+    """A size for people; None: it was not counted."""
+    return NOT_COUNTED if size is None else format_bytes(size)
+
+
+def in_seconds(value: float) -> str:
+    """A duration for people, to three digits."""
+    return f"{format_number(value)} s" if value >= 1 else f"{format_number(value * 1000)} ms"

@@ -14,11 +14,11 @@ from torch import nn
 from headway.common.optional import require
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
-from headway.forecasting.solve import LongestSequence
+from headway.forecasting.forecaster import LongestSequence
 from headway.forecasting.tracing.tensors import unmasked as unmasked
 from headway.offload.placement.meta_model import init_empty_weights
+from headway.planning import TASKS
 from headway.planning.dry_run.drive import Step
-from headway.planning.tasks import TASKS
 
 # Encoders are known as causal models too, so what a model was made for comes first.
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, DataError
-from headway.forecasting.pretending import is_forecast
+from headway.forecasting import is_forecast
 from headway.runtime.collectives.tree import Tree
 from headway.trainer import builder, results
 from headway.trainer.argument_checks import OTHERWISE, UnknownMembers

@@ -26,7 +26,7 @@ from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.model_copy import BatchResizer, twin_of, twin_of_optimizer, untouched
 from headway.forecasting.tracing.step import PRECISIONS, Loop, Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.forecasting.tracing.tensors import drop_masks, unmasked
-from headway.offload.spread import spread_over
+from headway.offload import spread_over
 from headway.precision.mixed import halve_embeddings
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime

@@ -11,7 +11,7 @@ right over many steps, and waiting for data counts also where the device still h
 
 Peak FLOP/s of a device: what its maker states for dense matrix products, or what a product on it reaches.
 
-What makers state is in `forecasting/device/rates.py`. A kind that is not in the table, such as any CPU, is measured: the fastest of
+What makers state is in `forecasting/device/devices.py`. A kind that is not in the table, such as any CPU, is measured: the fastest of
 several products of square matrices, which is a lower bound of its peak. Shares of it are comparable on one machine only, and
 `Peak.source` says so.
 
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from headway.config.engines import ProfileKwargs
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.errors import ConfigError
-from headway.forecasting.device.rates import DATA_SHEETS
+from headway.forecasting.device.devices import DATA_SHEETS
 from headway.log import get_logger
 from headway.runtime import events, process
 from headway.runtime.device import HARDWARE

@@ -1,7 +1,7 @@
 """The timeline of a step, on events that are written by hand."""
 
 from headway.forecasting.answer import timeline
-from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
+from headway.forecasting.device.allocator import MemoryEvent, plain_peak, split_at
 
 EVENTS = [
     MemoryEvent(1, 100, kind="weights"),

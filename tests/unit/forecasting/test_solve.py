@@ -2,9 +2,8 @@
 
 import pytest
 
-from headway.forecasting.device.allocator import replay
-from headway.forecasting.solve import BudgetSearch, SizedEvents, alike
-from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.device.allocator import MemoryEvent, replay
+from headway.forecasting.forecaster import BudgetSearch, SizedEvents, alike
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from headway import Accelerator, dispatch_model
 from headway.errors import PrepareError
-from headway.offload.spread import spread_over
+from headway.offload import spread_over
 from tests.unit.offload.test_stream import streamed
 
 CPU = torch.device("cpu")

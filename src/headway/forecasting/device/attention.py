@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 FLASH_MAX_HEAD = 256
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def flash_backward(args: tuple[Any, ...]) -> list[int]:
@@ -40,7 +40,7 @@ def efficient_backward(args: tuple[Any, ...]) -> list[int]:
     """
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
-    is_half = query.dtype in _HALVES
+    is_half = query.dtype in HALVES
     rows = samples * heads * length * 4
     high = 128 if is_half and width > 64 else 64
     wide = 128 if 64 < width <= 128 else 64
@@ -68,12 +68,12 @@ class AttentionKernel:
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
     ) -> str:
         """ "cudnn", "flash", "efficient" or "math"."""
-        width, is_half = query.shape[-1], query.dtype in _HALVES
+        width, is_half = query.shape[-1], query.dtype in HALVES
         if (
             query.dim() != 4
             or width != key.shape[-1]
             or 0 in query.shape
-            or query.dtype not in (*_HALVES, torch.float32)
+            or query.dtype not in (*HALVES, torch.float32)
         ):
             return "math"
         if is_half and self._takes_cudnn(width, mask, p, trains):

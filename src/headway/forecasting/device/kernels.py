@@ -19,9 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headway.forecasting.device import attention, workspaces
-from headway.forecasting.device.copies import COPIES_AFTER, COPIES_BEFORE, SLOW_AFTER, SLOW_BEFORE, is_slow, rms_norm
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.workspaces import Sizes, of_sums
+from headway.forecasting.device.workspaces import Sizes
 
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
@@ -51,7 +50,6 @@ AS_GIVEN = (
 """A CPU's autocast makes their inputs float32; CUDA's has nothing to do with them, but with what they call."""
 
 
-_HALVES = (torch.float16, torch.bfloat16)
 _WITH_BFLOAT16 = (8, 0)
 """The first capability for which cuDNN has convolutions in it."""
 _SORTED_BY_BLOCK, _SORTED_FROM = 4096, 3072
@@ -198,16 +196,16 @@ _OF_CUDA: dict[str, Sizes] = {
     "aten::_cudnn_rnn": workspaces.asked_by_cudnn,
     "aten::_cudnn_rnn_backward": workspaces.asked_by_cudnn_backward,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
-    **COPIES_BEFORE,
+    **workspaces.COPIES_BEFORE,
 }
 
 LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
-    **COPIES_AFTER,
+    **workspaces.COPIES_AFTER,
     "aten::_scaled_dot_product_flash_attention_backward": attention.flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": attention.efficient_backward,
     # Of wide heads in half precision, the result in float32.
     "aten::_scaled_dot_product_efficient_attention": lambda args: (
-        [args[0].numel() * 4] if args[2].shape[-1] > 128 and args[2].dtype in _HALVES else []
+        [args[0].numel() * 4] if args[2].shape[-1] > 128 and args[2].dtype in attention.HALVES else []
     ),
     "aten::_scaled_dot_product_cudnn_attention_backward": attention.flash_backward,
     "aten::_safe_softmax": _where_all_is_masked,
@@ -231,8 +229,8 @@ def scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
     """Bytes that a device's kernels ask torch's allocator for while they run, by operation: before their results, and after."""
     if not device.is_cuda:
         return _EVERYWHERE | _OF_CPU, {}
-    before, after = (SLOW_BEFORE, SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
-    late = LATE_SCRATCH_OF_CUDA | of_sums(device.processors, device.threads)
+    before, after = (workspaces.SLOW_BEFORE, workspaces.SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
+    late = LATE_SCRATCH_OF_CUDA | workspaces.of_sums(device.processors, device.threads)
     return _EVERYWHERE | _OF_CUDA | before, late | after
 
 
@@ -263,7 +261,7 @@ _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm
 def takes_cublas(device: Device, name: str, args: tuple[Any, ...]) -> bool:
     """Does an operation go to cuBLAS, whose workspace stays from the first of them on?"""
     is_product = name.removeprefix("aten::") in _MATMUL
-    return device.cublas > 0 and (is_product or (device.capability < _WITH_BFLOAT16 and is_slow(name, args)))
+    return device.cublas > 0 and (is_product or (device.capability < _WITH_BFLOAT16 and workspaces.is_slow(name, args)))
 
 
 UNKNOWN_SCRATCH: dict[str, str] = {
@@ -304,7 +302,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("linear", _linear, "AutogradCPU")  # type: ignore[no-untyped-call]
             if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-                library.impl("rms_norm", rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
+                library.impl("rms_norm", workspaces.rms_norm, "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
                 for name in (*FLOAT32, *FLOAT32_IF_FREE):
                     _in_float32(library, name)
@@ -370,7 +368,7 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
     place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 
     def cast(value: Any) -> Any:
-        if isinstance(value, attention.TRACED) and value.dtype in _HALVES:
+        if isinstance(value, attention.TRACED) and value.dtype in attention.HALVES:
             return value.to(torch.float32)
         return [cast(each) for each in value] if isinstance(value, list | tuple) else value
 

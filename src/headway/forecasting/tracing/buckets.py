@@ -8,10 +8,9 @@ them from then on where they are views of their bucket.
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +54,8 @@ class BucketedReplica(StepEngine):
         return self._buckets
 
     @contextmanager
-    def _window(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """The buckets are cut anew where the order of the gradients is known."""
         if len(self._arrived) == len(self._parameters) and not self._is_fixed:
             order, self._is_fixed = list(self._arrived), True
             self._buckets.clear()
@@ -63,10 +63,6 @@ class BucketedReplica(StepEngine):
             self._cut(order, self._cap)
         self._is_last = is_last
         yield
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
-        """The buckets are cut anew where the order of the gradients is known."""
-        return self._window(is_last)
 
     def _arrive(self, index: int, _: nn.Parameter) -> None:
         """A parameter has its gradient."""

@@ -6,14 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    is_fake,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,11 +16,9 @@ from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.compiled import may_compile, refuse_compiled, without_kernels
-from headway.forecasting.tracing.four_bit import is_four_bit, pack
-from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
-from headway.forecasting.tracing.settled import with_third_update
+from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated, with_third_update
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run
-from headway.forecasting.tracing.tensors import without_values
+from headway.forecasting.tracing.tensors import is_four_bit, pack, without_values
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
 from headway.offload.placement.meta_model import init_empty_weights
@@ -34,14 +26,18 @@ from headway.offload.placement.meta_model import init_empty_weights
 Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
 """Spreads a model without values over ranks, for as long as its block lasts."""
 
-_READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
-_SHAPE_BY_VALUES = (
-    "the shape of its result depends on values (nonzero, unique, a mask of bools as index), "
-    "and nothing is computed here"
-)
-_NO_FAKE = (
-    "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
-)
+_REASONS: dict[type[Any], str] = {
+    fake_tensor.DataDependentOutputException: (
+        "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
+    ),
+    fake_tensor.DynamicOutputShapeException: (
+        "the shape of its result depends on values (nonzero, unique, a mask of bools as index), and nothing is computed here"
+    ),
+    fake_tensor.UnsupportedOperatorException: (
+        "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
+    ),
+}
+"""Why an operation cannot be traced, by what torch raises for it."""
 
 
 def trace(
@@ -72,18 +68,34 @@ def trace(
         UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made = [_made(make, fake, prepare)]
+    if counts_work:
+        refuse_compiled(made[0])
+    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
 
     def traced(count: int | None = None) -> Trace:
         model = made.pop() if made else _made(make, fake, prepare)
         if blocks is not None and count is not None:
             blocks.shorten(model, count)
         fill(model, fake)
-        return _trace_model(model.train(), fake, batch, recipe, device, spread, counts_work)
+        model = model.train()
+        with ExitStack() as stack:
+            graphs = stack.enter_context(without_kernels()) if may_compile() and not counts_work else None
+            tracker = StorageTracker(device, WorkCounter(device) if counts_work else None, graphs)
+            engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
+            try:
+                with substituted(device, recipe.precision), fake, ExitStack() as modes:
+                    batches = _batches(batch, fake)
+                    for mode in engine.modes():
+                        modes.enter_context(mode)
+                    with tracker:
+                        run(model, recipe, batches, tracker, device.is_cuda, engine)
+            except HeadwayError:
+                raise
+            except Exception as error:
+                raise explained(error, tracker.last) from error
+            return tracker.trace()
 
-    made = [_made(make, fake, prepare)]
-    if counts_work:
-        refuse_compiled(made[0])
-    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
     found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
     return with_third_update(found or traced())
 
@@ -103,33 +115,6 @@ def _made(
         fill(model, fake)
         prepare(model)
     return model
-
-
-def _trace_model(
-    model: nn.Module,
-    fake: FakeTensorMode,
-    batch: Callable[..., Batch],
-    recipe: StepRecipe,
-    device: Device,
-    spread: Spread | None,
-    counts_work: bool,
-) -> Trace:
-    with ExitStack() as stack:
-        graphs = stack.enter_context(without_kernels()) if may_compile() and not counts_work else None
-        tracker = StorageTracker(device, WorkCounter(device) if counts_work else None, graphs)
-        engine = stack.enter_context(spread(model)) if spread is not None else StepEngine(model)
-        try:
-            with substituted(device, recipe.precision), fake, ExitStack() as modes:
-                batches = _batches(batch, fake)
-                for mode in engine.modes():
-                    modes.enter_context(mode)
-                with tracker:
-                    run(model, recipe, batches, tracker, device.is_cuda, engine)
-        except HeadwayError:
-            raise
-        except Exception as error:
-            raise explained(error, tracker.last) from error
-        return tracker.trace()
 
 
 def _batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable[..., Batch]:
@@ -190,18 +175,15 @@ def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
 
 def explained(error: Exception, last: str) -> UnsupportedError:
     """What stood in the way of a trace; `last` is the operation that ran last."""
-    error = getattr(error, "inner_exception", error)  # of TorchDynamo
-    said = (str(error).strip() or "it gives no reason").splitlines()[0]
-    operation, why = last or "before its first operation", f"{type(error).__name__}: {said}"
-    if isinstance(error, DataDependentOutputException):
-        operation, why = str(error.func), _READS_A_VALUE
-    elif isinstance(error, DynamicOutputShapeException):
-        operation, why = str(error.func), _SHAPE_BY_VALUES
-    elif isinstance(error, UnsupportedOperatorException):
-        operation, why = str(error.func), _NO_FAKE
-    elif isinstance(error, UnsupportedFakeTensorException):
-        why = str(error.reason)
-    line = users_line(error.__traceback__)
+    cause: Any = getattr(error, "inner_exception", error)  # of TorchDynamo
+    said = (str(cause).strip() or "it gives no reason").splitlines()[0]
+    operation, why = last or "before its first operation", f"{type(cause).__name__}: {said}"
+    if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):
+        why = str(cause.reason)
+    for kind, reason in _REASONS.items():
+        if isinstance(cause, kind):
+            operation, why = str(cause.func), reason
+    line = users_line(cause.__traceback__)
     where = f", called at {line}" if line else ""
     if not last:
         advice = "A batch that is a mapping is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"

@@ -169,13 +169,12 @@ class BatchResizer:
         self.is_padded = _is_padded(self._batch)
         self.is_packed = _is_packed(self._batch)
         others = [list(each.shape) for each in tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
-        found: list[str] = []
+        self.caveats: tuple[str, ...] = ()
         if others:
-            found.append(
+            self.caveats = (
                 f"the batch has {num_rows} samples, but also tensors of shape {others[0]}, which are assumed to be the same for "
-                "any batch; give batch_fn= if they are not"
+                "any batch; give batch_fn= if they are not",
             )
-        self.caveats = tuple(found)
 
     def __call__(self, size: int) -> Tree:
         """With so many rows, on torch's meta device."""

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.config.values import check_count
 from headway.errors import ConfigError, LossError
-from headway.forecasting.tracing.four_bit import scales_of
-from headway.forecasting.tracing.tensors import plain
+from headway.forecasting.tracing.tensors import plain, scales_of
 
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

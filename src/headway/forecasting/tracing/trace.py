@@ -25,19 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from headway.common.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
+from headway.forecasting.device import kernels
+from headway.forecasting.device.allocator import UNSURE, MemoryEvent
 from headway.forecasting.device.devices import Device
-from headway.forecasting.device.kernels import (
-    NAMESPACES,
-    UNKNOWN_SCRATCH,
-    grouped_products,
-    oversized,
-    scratch,
-    takes_cublas,
-)
-from headway.forecasting.tracing.bounded import at_most, without_masks
-from headway.forecasting.tracing.events import UNSURE, MemoryEvent
+from headway.forecasting.device.kernels import NAMESPACES, UNKNOWN_SCRATCH
 from headway.forecasting.tracing.step import StepObserver
-from headway.forecasting.tracing.tensors import plain, stand_for_others
+from headway.forecasting.tracing.tensors import at_most, plain, stand_for_others, without_masks
 from headway.forecasting.tracing.work import StepWork, WorkCounter
 
 Storage = torch.UntypedStorage
@@ -197,8 +190,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table, self._late = scratch(device)
-        self._oversized = oversized(device)
+        self._table, self._late = kernels.scratch(device)
+        self._oversized = kernels.oversized(device)
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
@@ -240,18 +233,18 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         result = at_most(func, args)
         if result is None:
             told = without_masks(func, args)
-            result = grouped_products(func, args)
+            result = kernels.grouped_products(func, args)
             result = func(*told, **(kwargs or {})) if result is None else result
             self._is_bounded |= told is not args
         else:
             self._is_bounded = True
         if self._counting is not None:
             self._counting.add(self._phase, func, args, kwargs, result)
-        if name.endswith(_RESIZE) or name == "aten::set_":
-            self._resized(args[0])
+        if (name.endswith(_RESIZE) or name == "aten::set_") and isinstance(args[0], torch.Tensor):
+            self._sized(args[0].untyped_storage())
         self._results(result, name, args)
         self._late_scratch(name, args)
-        if takes_cublas(self._device, name, args):
+        if kernels.takes_cublas(self._device, name, args):
             self._workspace()
         if name in _ADDS or (name in _IN_PLACE and _node() == _LOGITS_LOSS):
             self._summed(args, result)
@@ -427,11 +420,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         thread = "backward" if self._phase.endswith("backward") else "forward"
         if thread not in self._threads:
             self._threads.add(thread)
-            self._kinds[self._asked(self._device.cublas, "cuBLAS's workspace")] = "workspaces"
-
-    def _resized(self, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor):
-            self._sized(tensor.untyped_storage())
+            self._scratch(self._device.cublas, "cuBLAS's workspace")
 
     def _sized(self, storage: torch.UntypedStorage) -> None:
         """A storage may have another size than it had."""

@@ -52,18 +52,13 @@ class DeviceMap(dict[str, Device]):
     @property
     def main_device(self) -> Device:
         """Where inputs go and offloaded layers run: the first accelerator in the map, else the CPU."""
-        return main_device(self)
+        return next((device for device in self.values() if is_accelerator(device)), "cpu")
 
     def explain(self) -> str:
         """A table of what went where: bytes, budget and headroom of each device."""
         if self.plan is None:
             return "\n".join(f"{name or 'the whole model'}: {device}" for name, device in self.items())
         return self.plan.table()
-
-
-def main_device(device_map: Mapping[str, Device]) -> Device:
-    """Where inputs go and offloaded layers run: the first accelerator in the map, else `"cpu"`."""
-    return next((device for device in device_map.values() if is_accelerator(device)), "cpu")
 
 
 def device_of(device_map: Mapping[str, Device], name: str) -> Device:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from headway.common import env
 from headway.common.callsite import stack
@@ -99,7 +100,11 @@ class _RegistrationWatch(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, MetaModelError) or "meta" not in str(error) or not _any_meta((args, kwargs)):
+            if (
+                isinstance(error, MetaModelError)
+                or "meta" not in str(error)
+                or not any(map(_is_meta, tree_leaves((args, kwargs))))
+            ):
                 raise
             raise MetaModelError(_explanation(func, error, self.is_whole)) from error
 
@@ -238,14 +243,6 @@ def _is_meta(value: Any) -> bool:
         return value.is_meta
 
 
-def _any_meta(values: Any) -> bool:
-    if isinstance(values, torch.Tensor):
-        return _is_meta(values)
-    if isinstance(values, dict):
-        return any(_any_meta(value) for value in values.values())
-    return isinstance(values, (list, tuple)) and any(_any_meta(value) for value in values)
-
-
 def _explanation(func: Callable[..., Any], error: Exception, is_whole: bool) -> str:
     advice = (
         "Pass include_buffers=False: buffers are then real, and only parameters have no values"
@@ -283,30 +280,12 @@ _FILLERS = frozenset(
 )
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 # What may be asked of a stand-in without making it real: everything about it but its values.
+_ATTRIBUTES = (
+    "shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "grad", "grad_fn", "is_quantized", "is_sparse",
+)  # fmt: skip
+_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex")
 _DESCRIPTIONS = frozenset(
-    {
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "ndim",
-            "requires_grad",
-            "layout",
-            "is_leaf",
-            "grad",
-            "grad_fn",
-            "is_quantized",
-            "is_sparse",
-        )
-    }
-    | {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.stride,
-        torch.Tensor.is_floating_point,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.Tensor.is_complex,
-    }
+    {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
+    | {getattr(torch.Tensor, name) for name in _METHODS}
+    | {torch.is_floating_point, torch.is_complex}
 )

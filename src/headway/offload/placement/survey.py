@@ -71,24 +71,18 @@ def survey(
             sizes[i] += size
             if kind != _PARAMETER and not offload_buffers:
                 buffers[i] += size
-    return _grouped(names, group, sizes, buffers, needs)
-
-
-def _grouped(
-    names: list[str], group: list[int], sizes: list[int], buffers: list[int], needs: Mapping[str, tuple[int, int]]
-) -> ModuleTree:
     members: dict[int, list[int]] = {}
     for i in range(len(names)):
         members.setdefault(_root(group, i), []).append(i)
     parts = [
         Part(
-            size=sum(sizes[i] for i in units),
-            buffers=sum(buffers[i] for i in units),
-            kept=sum(needs.get(names[i], (0, 0))[0] for i in units),
-            passing=max(needs.get(names[i], (0, 0))[1] for i in units),
-            is_tied=len(units) > 1,
+            size=sum(sizes[i] for i in own),
+            buffers=sum(buffers[i] for i in own),
+            kept=sum(needs.get(names[i], (0, 0))[0] for i in own),
+            passing=max(needs.get(names[i], (0, 0))[1] for i in own),
+            is_tied=len(own) > 1,
         )
-        for units in members.values()
+        for own in members.values()
     ]
     return ModuleTree(names, list(members.values()), parts)
 

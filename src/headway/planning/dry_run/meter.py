@@ -190,11 +190,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def axes_of(ranks: list[int], layout: Layout) -> str:
     """The axes of the layout along which these ranks differ, joined by "x"; "world" where there is none of the kind."""
-    found, stride = [], layout.num_ranks
-    for axis, size in layout.sizes.items():
-        stride //= size
-        if len({rank // stride % size for rank in ranks}) > 1:
-            found.append(axis)
+    places = [layout.coordinates(rank) for rank in ranks]
+    found = [axis for axis in layout.sizes if len({place[axis] for place in places}) > 1]
     return "x".join(found) or "world"
 
 

@@ -25,7 +25,7 @@ from headway.accelerator import Accelerator
 from headway.common.callsite import Frame, is_headways, stack
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
-from headway.forecasting import pretending
+from headway.forecasting import begin_forecast
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.compiled import refuse_compiled
@@ -113,20 +113,19 @@ class ScriptDryRun:
 
     def take_values(self, objects: tuple[Any, ...]) -> None:
         """Models lose their values; optimizers follow them."""
-        made = self._made
         for each in objects:
             if isinstance(each, nn.Module):
                 refuse_compiled(each)
                 self._before += each.parameters()
-                made |= fill(each, self._fake)
+                self._made |= fill(each, self._fake)
                 self._models.append(each)
         for each in objects:
             if isinstance(each, torch.optim.Optimizer):
-                self._follow(each, made)
+                self._follow(each)
 
-    def _follow(self, optimizer: torch.optim.Optimizer, made: dict[int, torch.Tensor]) -> None:
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self._made.get(id(parameter), parameter) for parameter in group["params"]]
         if self._device.is_cuda:
             as_on_cuda(optimizer)
         self._followed.add(id(optimizer))
@@ -191,22 +190,21 @@ class ScriptDryRun:
         """Stop following; returns what was seen."""
         self.tracker.enter("end")
         self._block.close()
-        found = self.tracker.trace()
+        found, late = self.tracker.trace(), self._late()
+        caveats = list(found.caveats)
         if self.tracker.read_at:
             lines = ", ".join(self.tracker.read_at)
-            caveat = f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another path"
-            found = replace(found, caveats=(*found.caveats, caveat))
-        late = self._late()
+            caveats.append(
+                f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another path"
+            )
         if self.num_updates < STEPS:
-            caveat = "the script ended after its first update; what later updates add is not in the numbers"
-            found = replace(found, caveats=(*found.caveats, caveat))
+            caveats.append("the script ended after its first update; what later updates add is not in the numbers")
         elif late:
-            caveat = (
+            caveats.append(
                 f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {STEPS} times when another "
                 f"had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
             )
-            found = replace(found, caveats=(*found.caveats, caveat))
-        return found
+        return replace(found, caveats=tuple(caveats))
 
 
 class DryRunLoader:
@@ -308,7 +306,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
         raise ConfigError(f"there is no script {script}")
     dry_run = ScriptDryRun(device)
     # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
-    pretending.begin()
+    begin_forecast()
     home = sys.modules[Accelerator.__module__]
     home.__dict__["Accelerator"] = watched_by(dry_run)
     sys.modules["headway"].__dict__.pop("Accelerator", None)

@@ -2,11 +2,15 @@
 
 The ranks along a pipeline have their dry runs one after the other, until each has heard what it needs from the others. What all ranks
 hold follows from how one rank's tensors were cut: arithmetic on placements.
+
+Where a model's blocks repeat, a few of them are run, checked to be alike, and extrapolated to all: what a rank holds, sends and
+computes must grow by as much with the fifth repetition as with the fourth; its peak is that of the events of all of them
+(`headway.forecasting.tracing.repeats`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +23,11 @@ from headway.config.engines import EngineOptions
 from headway.config.mesh import Layout
 from headway.config.parallelism import PipelineOptions
 from headway.errors import StateError, UnsupportedError
+from headway.forecasting.device.allocator import told_apart
 from headway.forecasting.device.devices import Device, find
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.events import told_apart
 from headway.forecasting.tracing.fake import fill
+from headway.forecasting.tracing.repeats import TRACED, find_blocks, trace_repeated
 from headway.forecasting.tracing.step import MakeOptimizer, as_on_cuda, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
@@ -289,15 +294,19 @@ def run(
             drive.update(forward, meter)
             meter.phase = "update"
             memory.enter("update")
-            _replicas(model, layout, meter)
+            reduced = _reduced_by_ddp(model, layout)
+            if reduced is not None:  # DDP's engine is C++ and runs on no fake tensors: it sends all gradients, once
+                exchange = MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)
+                meter.volumes[exchange] = Volume(1, reduced, reduced)
             if optimizer is not None:
                 _step(optimizer)
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
-    state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
+    held = zip((local(parameter).numel() for _, parameter in named), states)
+    state = sum(size * kept.per_element + kept.fixed for size, kept in held)
     sent = meter.volumes, dict(meter.flops), saved.peak, tuple(meter.events)
-    held = memory.trace(), _buckets(model, layout)
-    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, *held)
+    buckets = _reduced_by_ddp(model, layout) or 0  # DDP's reducer holds all gradients once more
+    return StepDryRun(cut, buffers, weights, gradients, state, states, *sent, memory.trace(), buckets)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -311,20 +320,11 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         ) from error
 
 
-def _buckets(model: nn.Module, layout: Layout) -> int:
-    """What DDP's reducer holds: all gradients once more."""
+def _reduced_by_ddp(model: nn.Module, layout: Layout) -> int | None:
+    """Bytes of all gradients; None where there is no DDP."""
     if not layout.is_replicas_only or layout.replicate == 1:
-        return 0
+        return None
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
-
-
-def _replicas(model: nn.Module, layout: Layout, meter: StepMeter) -> None:
-    """DDP's engine is C++ and runs on no fake tensors: what it sends is all gradients, once."""
-    if not layout.is_replicas_only or layout.replicate == 1:
-        return
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    size = sum(gradient.nbytes for gradient in gradients)
-    meter.volumes[MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
 
 
 def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateOf:
@@ -336,10 +336,6 @@ def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) 
         sum(tensor.element_size() for tensor in alike),
         sum(tensor.nbytes for tensor in tensors if tensor.shape != shape),
     )
-
-
-def _state_bytes(parameter: nn.Parameter, state: StateOf) -> int:
-    return local(parameter).numel() * state.per_element + state.fixed
 
 
 def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswer], StepDryRun]) -> tuple[StepDryRun, ...]:
@@ -365,3 +361,84 @@ def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswer], Ste
         if (len(found), sum(map(len, told.answers))) == before:
             raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their dry runs")
     return tuple(found[place] for place in range(len(ranks)))
+
+
+_COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", "buckets")
+
+
+def treats_blocks_alike(options: EngineOptions) -> bool:
+    """Do these options treat a block in the same way, however many there are?"""
+    sharding, checkpointing = options.sharding, options.checkpointing
+    if checkpointing is not None and checkpointing.every > 1:
+        return False
+    return sharding is None or (
+        not sharding.min_num_params and sharding.forward_prefetch <= 1 and sharding.backward_prefetch <= 1
+    )
+
+
+def dry_run_repeated(
+    make: Callable[[], nn.Module], dry_run: Callable[[Callable[[], nn.Module]], StepDryRun]
+) -> StepDryRun | None:
+    """The dry run of a whole model from those with a few of its blocks; None where none repeat, or these do not prove to be alike.
+
+    Args:
+        make: makes the model, where parameters take no memory.
+        dry_run: of a model that is made so; it treats blocks alike.
+    """
+    with init_empty_weights(include_buffers=True):
+        model = make()
+    blocks = find_blocks(model)
+    if blocks is None:
+        return None
+    found: dict[int, StepDryRun] = {}
+
+    def trace(count: int) -> Trace:
+        def shortened() -> nn.Module:
+            model = make()
+            blocks.shorten(model, count)
+            return model
+
+        found[count] = dry_run(shortened)
+        made = found[count].trace
+        assert made is not None
+        return made
+
+    traced = trace_repeated(trace, blocks.count)
+    in_order = [_counts(found[count]) for count in sorted(found)]
+    counts = None if traced is None else _carried_on(in_order, blocks.count - TRACED)
+    first = found[min(found)]
+    places = {piece.name: index for index, piece in enumerate(first.pieces)}
+    names = [name for name, _ in model.named_parameters()]
+    if counts is None or not all(blocks.first_alike(name) in places for name in names):
+        return None
+    from_places = [places[blocks.first_alike(name)] for name in names]
+    assert first.volumes is not None
+    assert first.flops is not None
+    numbers: dict[str, Any] = {name: counts[name] for name in _COUNTS}
+    return replace(
+        first,
+        pieces=tuple(replace(first.pieces[place], name=name) for name, place in zip(names, from_places)),
+        states=tuple(first.states[place] for place in from_places) if first.states else (),
+        volumes={key: Volume(*(counts[key, name] for name in asdict(Volume()))) for key in first.volumes},
+        flops={phase: counts["flops", phase] for phase in first.flops},
+        trace=traced,
+        **numbers,
+    )
+
+
+def _counts(run: StepDryRun) -> dict[Hashable, int]:
+    found: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
+    found |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
+    for key, volume in (run.volumes or {}).items():
+        found |= {(key, name): number for name, number in asdict(volume).items()}
+    return found
+
+
+def _carried_on(runs: Sequence[dict[Hashable, int]], ahead: int) -> dict[Hashable, int] | None:
+    """All numbers so many steps after the first; None where one of the two known steps is another than the other."""
+    first, second, third = runs
+    if not first.keys() == second.keys() == third.keys():
+        return None
+    if any(third[key] - second[key] != second[key] - first[key] for key in first):
+        return None
+    return {key: first[key] + ahead * (second[key] - first[key]) for key in first}

@@ -17,7 +17,7 @@ from headway.data.sampling.order import LoaderGenerator, LoadingRules
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
 from headway.memory import attempt
-from headway.offload.spread import spread_over
+from headway.offload import spread_over
 from headway.runtime.collectives.ranks import share_rng_states, synchronize_rng_states
 from headway.runtime.control_plane.attendance import RankConditionalCallCheck
 from headway.runtime.seed import mix

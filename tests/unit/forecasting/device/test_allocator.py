@@ -5,8 +5,15 @@ import random
 import pytest
 
 from headway.errors import StateError
-from headway.forecasting.device.allocator import Allocator, replay, rounded, segment_of
-from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
+from headway.forecasting.device.allocator import (
+    Allocator,
+    MemoryEvent,
+    plain_peak,
+    replay,
+    rounded,
+    segment_of,
+    split_at,
+)
 
 MIB = 1 << 20
 

@@ -6,10 +6,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.forecast.truth import profiled
-from headway.forecasting.device.allocator import replay
+from headway.forecasting.device.allocator import UNSURE, plain_peak, replay
 from headway.forecasting.device.devices import find
 from headway.forecasting.device.kernels import substituted
-from headway.forecasting.tracing.events import UNSURE, plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.forecasting.tracing.trace import StorageTracker

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.forecast.truth import profiled
+from headway.forecasting.device.allocator import plain_peak, told_apart
 from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.events import plain_peak, told_apart
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 

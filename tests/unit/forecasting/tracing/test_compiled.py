@@ -9,9 +9,9 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import UnsupportedError
+from headway.forecasting.device.allocator import plain_peak
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing import compiled, fake
-from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 

@@ -9,11 +9,10 @@ from benchmarks.forecast.models import CASES
 from benchmarks.forecast.truth import peak
 from headway.errors import LossError, UnsupportedError
 from headway.forecasting.answer import of_trace
-from headway.forecasting.device.allocator import replay
+from headway.forecasting.device.allocator import plain_peak, replay, split_at, told_apart
 from headway.forecasting.device.devices import find, spread
 from headway.forecasting.device.kernels import FLOAT32, FLOAT32_IF_FREE
-from headway.forecasting.solve import alike
-from headway.forecasting.tracing.events import plain_peak, split_at, told_apart
+from headway.forecasting.forecaster import alike
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked

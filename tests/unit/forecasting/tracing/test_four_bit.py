@@ -5,8 +5,8 @@ import torch
 
 import headway
 from benchmarks.forecast.truth import peak
-from headway.forecasting.tracing.four_bit import is_four_bit, scales_of
 from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.tensors import is_four_bit, scales_of
 from headway.planning.sources import find, trainable
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from headway.forecasting.device.allocator import MemoryEvent
 from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.events import MemoryEvent
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.repeats import FEWEST, RepeatProof, find_blocks
 from headway.forecasting.tracing.step import StepRecipe

@@ -6,8 +6,8 @@ from torch import nn
 
 from benchmarks.forecast.truth import profiled
 from headway.errors import ConfigError
+from headway.forecasting.device.allocator import plain_peak
 from headway.forecasting.device.devices import find
-from headway.forecasting.tracing.events import plain_peak
 from headway.forecasting.tracing.fake import trace
 from headway.forecasting.tracing.step import StepObserver, StepRecipe, mark_model
 

@@ -15,7 +15,7 @@ from headway import (
     init_empty_weights,
 )
 from headway.errors import DeviceMapError
-from headway.offload.placement.device_map import DeviceMap, device_of, main_device, resolve_device_map
+from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
 from tests.unit.offload.placement.models import MODELS, Chain, build, layers
 
 peer = pytest.importorskip("accelerate.utils.modeling")
@@ -236,7 +236,7 @@ def test_the_longest_entry_decides():
         1,
         0,
     ]
-    assert main_device({"a": "cpu", "b": 1, "c": 0}) == 1
+    assert DeviceMap({"a": "cpu", "b": 1, "c": 0}).main_device == 1
     with pytest.raises(DeviceMapError, match="'x' has no place"):
         device_of({"a": 0}, "x")
 

@@ -11,8 +11,7 @@ from headway.config.engines import EngineOptions
 from headway.config.mesh import parse
 from headway.forecasting.device.devices import find
 from headway.planning.compare import plan
-from headway.planning.dry_run.repeated import dry_run_repeated, treats_blocks_alike
-from headway.planning.dry_run.trial import dry_run_rank
+from headway.planning.dry_run.trial import dry_run_rank, dry_run_repeated, treats_blocks_alike
 from tests.unit.planning.models import Chain, chain_loss, config, loss, tied
 
 DEPTH = 17

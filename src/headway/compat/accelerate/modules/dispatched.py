@@ -26,13 +26,11 @@ from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, in
 from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
 from headway.errors import DeviceMapError
 from headway.log import get_logger
-from headway.offload import dispatch
+from headway.offload import EXECUTION, dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
 from headway.offload.placement.budget import Device, check_presence
-from headway.offload.placement.device_map import STRATEGIES
-from headway.offload.placement.device_map import main_device as main_device_of
+from headway.offload.placement.device_map import STRATEGIES, DeviceMap
 from headway.offload.placement.sizes import Dtype
-from headway.offload.spread import EXECUTION
 from headway.weights.names import places_of
 
 log = get_logger(__name__)
@@ -237,7 +235,7 @@ def _show(
     places = set(device_map.values())
     if not (len(places) > 1 or "disk" in places or force_hooks):
         return
-    main = main_device_of(device_map) if main_device is None else main_device
+    main = DeviceMap(device_map).main_device if main_device is None else main_device
     is_host = str(main) == "cpu"
     offloaded = ("disk",) if is_host else _HOST
     is_mapped = ("disk" in places and is_mapped) or ("cpu" in places and not is_host)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.offload.spread import EXECUTION
+from headway.offload import EXECUTION
 from headway.runtime.collectives.tree import to_device
 from headway.runtime.transfers import move
 
