@@ -15,6 +15,7 @@ must be known: from the options, or from the cross entropy that the model is see
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from headway.config.layout_request import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import check as context_check
-from headway.strategies.tensor.crossings import SplitAxis, all_gather, exchange, reduce_scatter
+from headway.strategies.tensor.crossings import SplitAxis, all_gather, cross, exchange, reduce_scatter, same
 
 
 def padded(length: int, axis: SplitAxis) -> int:
@@ -59,7 +60,8 @@ def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -
 
 def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, padding included, for computations in which each rank does its share."""
-    return _Gather.apply(part, axis, dim % part.dim(), 0)  # type: ignore[no-any-return, no-untyped-call]
+    dim = dim % part.dim()
+    return cross(part, partial(_gather, axis=axis, dim=dim), partial(scatter, axis=axis, dim=dim))
 
 
 def to_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -94,13 +96,23 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int 
         length: of the whole.
         times: what gradients that come back are multiplied by.
     """
-    whole: torch.Tensor = _Gather.apply(part, axis, dim % part.dim(), times)  # type: ignore[no-untyped-call]
+    dim = dim % part.dim()
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        mine = part_of(grad, axis, dim)
+        return mine if times == 1 else mine * times
+
+    whole = cross(part, partial(_gather, axis=axis, dim=dim), back)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
 
 
 def one_of(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """What all ranks compute alike, as one term of a sum over them: its gradient is divided among them."""
-    return _OneOf.apply(whole, axis) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    return cross(whole, same, lambda grad: grad / axis.size) if whole.requires_grad else whole
+
+
+def _gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
 
 
 def _in_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -117,32 +129,6 @@ def _by_rank(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """A sequence as its parts, stacked by rank along a new first dimension."""
     pieces = whole.chunk(2 * axis.size, dim)
     return torch.stack([torch.cat([pieces[p] for p in pieces_of(rank, axis)], dim) for rank in range(axis.size)])
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, times: int) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.times = axis, dim, times
-        return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        axis, dim = ctx.axis, ctx.dim
-        if ctx.times:  # every rank has all of it
-            mine = part_of(grad, axis, dim)
-            return mine if ctx.times == 1 else mine * ctx.times, None, None, None
-        return scatter(grad, axis, dim), None, None, None
-
-
-class _OneOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-        ctx.size = axis.size
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad / ctx.size, None
 
 
 _DEFAULT = -100

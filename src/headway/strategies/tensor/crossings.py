@@ -8,6 +8,7 @@ Backwards are made of the same crossings, so that they can be differentiated aga
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from headway.errors import DataError
 
 Noted = Callable[[], AbstractContextManager[None]]
 """Makes the block that tells others of an exchange while it waits."""
+Way = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor on one side of a crossing to that on the other."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,35 @@ class SplitAxis:
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
+class _Crossing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+        ctx.back = back
+        return there(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.back(grad), None, None
+
+
+def cross(given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+    """`there(given)`, with the gradient `back(grad)`; autograd does not look into `there`."""
+    return _Crossing.apply(given, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def same(given: torch.Tensor) -> torch.Tensor:
+    """The way on which nothing changes."""
+    return given.view_as(given)
+
+
 def spread(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Whole on, for computations that are cut: gradients that come back are terms."""
-    return whole if axis.size == 1 else _Spread.apply(whole, axis)  # type: ignore[no-untyped-call]
+    return whole if axis.size == 1 else cross(whole, same, partial(total, axis=axis))
 
 
 def total(term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """The sum of the ranks' terms, whole."""
-    return term if axis.size == 1 else _Total.apply(term, axis)  # type: ignore[no-untyped-call]
+    return term if axis.size == 1 else cross(term, partial(_sum, axis=axis), partial(spread, axis=axis))
 
 
 def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
@@ -61,17 +85,23 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None)
     """
     if axis.size == 1:
         return part
-    return _Join.apply(part, axis, dim, size, False)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(part, partial(_gather, axis=axis, dim=dim, size=size), partial(part_of, axis=axis, dim=dim))
 
 
 def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, for computations that are cut: gradients that come back are terms."""
-    return part if axis.size == 1 else _Join.apply(part, axis, dim, None, True)  # type: ignore[no-untyped-call]
+    if axis.size == 1:
+        return part
+    return cross(part, partial(_gather, axis=axis, dim=dim), partial(part_of_total, axis=axis, dim=dim))
 
 
 def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's part of what all hold alike."""
-    return whole if axis.size == 1 else _Part.apply(whole, axis, dim)  # type: ignore[no-untyped-call]
+    if axis.size == 1:
+        return whole
+    return cross(
+        whole, partial(_own_part, axis=axis, dim=dim), partial(join, axis=axis, dim=dim, size=whole.shape[dim])
+    )
 
 
 def part_of_total(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -79,7 +109,7 @@ def part_of_total(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor
     if axis.size == 1:
         return term
     check_divides(term, axis, dim)
-    return _PartOfTotal.apply(term, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(term, partial(_sum_part, axis=axis, dim=dim), partial(join_for_terms, axis=axis, dim=dim))
 
 
 def check_divides(whole: torch.Tensor, axis: SplitAxis, dim: int) -> None:
@@ -135,7 +165,15 @@ def exchange(
         grad_factor: what gradients are multiplied by on their way back.
         noted: a block in which it happens, here and in backward.
     """
-    return _Exchange.apply(rows, axis, sent, received, grad_factor, noted)  # type: ignore[no-any-return, no-untyped-call]
+
+    def there(rows: torch.Tensor) -> torch.Tensor:
+        with noted():
+            return _all_to_all(rows, axis, sent, received)
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        return exchange(grad * grad_factor, axis, received, sent, 1.0, noted)
+
+    return cross(rows, there, back)
 
 
 def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -155,7 +193,7 @@ def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
 
 
-def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None) -> torch.Tensor:
+def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
     dim = dim % part.dim()
     step = part.shape[dim] if size is None else -(-size // axis.size)
     if part.shape[dim] < step:
@@ -166,86 +204,11 @@ def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None) -> 
     return whole if size is None or whole.shape[dim] == size else whole.narrow(dim, 0, size)
 
 
+def _own_part(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    return cut(whole, axis, dim).contiguous()
+
+
 def _sum_part(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     dim = dim % term.dim()
     stacked = term if dim == 0 else torch.cat(term.chunk(axis.size, dim), 0)
     return reduce_scatter(stacked, axis)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return total(grad, ctx.axis), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return _sum(term, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return spread(grad, ctx.axis), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None, is_for_terms: bool
-    ) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.is_for_terms = axis, dim, is_for_terms
-        return _gather(part, axis, dim, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        back = part_of_total if ctx.is_for_terms else part_of
-        return back(grad, ctx.axis, ctx.dim), None, None, None, None
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, whole.shape[dim]
-        return cut(whole, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return join(grad, ctx.axis, ctx.dim, ctx.size), None, None
-
-
-class _PartOfTotal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _sum_part(term, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return join_for_terms(grad, ctx.axis, ctx.dim), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        axis: SplitAxis,
-        sent: list[int],
-        received: list[int],
-        grad_factor: float,
-        noted: Noted,
-    ) -> torch.Tensor:
-        ctx.axis, ctx.sent, ctx.received, ctx.grad_factor, ctx.noted = axis, sent, received, grad_factor, noted
-        with noted():
-            return _all_to_all(rows, axis, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        back = exchange(grad * ctx.grad_factor, ctx.axis, ctx.received, ctx.sent, 1.0, ctx.noted)
-        return back, None, None, None, None, None
