@@ -31,9 +31,14 @@ from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
 from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
 from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.fully_sharded.checks import (
+    LostWrites,
+    ParameterUsage,
+    SecondOrder,
+    check_hooks,
+    check_optimizer,
+)
 from headway.strategies.fully_sharded.units import ShardingUnits, bring_buffers, check_whole, find_units, units_here
-from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
-from headway.strategies.fully_sharded.usage import ParameterUsage
 from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
 from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
 from headway.strategies.tensor.experts import distribute_experts
