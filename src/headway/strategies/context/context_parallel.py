@@ -32,9 +32,8 @@ from headway.strategies.context.attention import RING_STEP, WholeSequenceAttenti
 from headway.strategies.context.sequences import LabelledCall, SplitLabels
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.parts import find_blocks
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG
 
 log = get_logger(__name__)
 

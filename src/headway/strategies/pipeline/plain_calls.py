@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from headway.errors import StateError, UnsupportedError
 from headway.runtime.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
-from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, start, wait
-from headway.strategies.rng import go_on, own_generators
+from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, go_on, own_generators, start, wait
 
 
 class ReturnedOutputs:

@@ -15,9 +15,8 @@ import torch
 from headway.common.optional import Later
 from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings, plans, styles
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG
 from headway.strategies.tensor.plans import ModelSplit
 from headway.strategies.tensor.styles import SEQUENCE_DIM, Colwise, SplitModule, with_first
 

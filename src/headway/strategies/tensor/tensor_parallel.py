@@ -23,10 +23,9 @@ from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.parts import holders_of
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import automatic, calls, plans, styles
 from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
-from headway.strategies.tensor.crossings import SplitAxis, cut_packed
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG, cut_packed
 from headway.strategies.tensor.plans import AdaptedCall, ModelSplit, SequenceRegion
 from headway.strategies.tensor.styles import SplitModule
 from headway.weights.pieces import is_dtensor
@@ -267,8 +266,7 @@ def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
     gathered = [
         site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
     ]
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    own = ask() if callable(ask) else None
+    own = plans.output_head(model)
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
         raise ConfigError(
