@@ -95,10 +95,10 @@ def norms_within(units: Iterable[torch.nn.Module], formats: MixedPrecisionFormat
     seen = {id(unit) for unit in units}
     for unit in units:
         for module in unit.modules():
-            if isinstance(module, formats.keeps_norms) and id(module) not in seen and module._parameters:
+            has_own = any(p is not None for p in module._parameters.values())
+            if isinstance(module, formats.keeps_norms) and id(module) not in seen and has_own:
                 seen.add(id(module))
-                if any(p is not None for p in module._parameters.values()):
-                    yield module
+                yield module
 
 
 def check_formats(model: torch.nn.Module, expected: dict[int, torch.dtype]) -> None:

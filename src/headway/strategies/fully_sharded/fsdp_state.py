@@ -296,8 +296,7 @@ class FSDPUnit:
 
     def ranks(self, kind: str) -> list[int]:
         """Who takes part in it."""
-        ranks: list[int] = dist.get_process_group_ranks(self._process_group(kind))
-        return ranks
+        return dist.get_process_group_ranks(self._process_group(kind))
 
     def _process_group(self, kind: str) -> Any:
         group = self.group
@@ -326,7 +325,7 @@ class FSDPUnit:
             self.leave(entry)
             return
         output = zeros.new_empty(numel // self._process_group(kind).size())
-        ReduceScatterHook.of(group).run(output, zeros, self._process_group(kind), _OPERATIONS[op])
+        group._reduce_scatter_comm.run(output, zeros, self._process_group(kind), _OPERATIONS[op])
 
 
 class _CommHook:
@@ -357,12 +356,6 @@ class AllGatherHook(_CommHook):
 
 class ReduceScatterHook(_CommHook):
     """The reduction of a unit's gradients, of which each rank gets its part."""
-
-    @staticmethod
-    def of(group: Any) -> "ReduceScatterHook":
-        """The one of this unit."""
-        found: ReduceScatterHook = group._reduce_scatter_comm
-        return found
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -412,14 +405,6 @@ class CommHooks:
     def unit(self, step: Step) -> FSDPUnit:
         """The unit of an exchange."""
         return self._models[step[2]][1][step[3]]
-
-    def members(self, step: Step) -> list[int]:
-        """The ranks that take part in an exchange, as this rank has it."""
-        return self.unit(step).ranks(step[1])
-
-    def stand_in(self, step: Step) -> None:
-        """Take part in it with nothing of this rank's own."""
-        self.unit(step).stand_in(step[1], step[4:])
 
 
 def named(operation: str, unit: str) -> str:

@@ -29,7 +29,7 @@ from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context import check as context_check
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
+from headway.strategies.fully_sharded import dtensors, formats
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded.checks import (
     LostWrites,
@@ -148,7 +148,7 @@ class MeshStrategy(Strategy):
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._prepared: list[ShardedModel] = []
         self._replaced = ReplacedParameters(lambda: self._models)
-        self._comm_hooks = fsdp_state.CommHooks(collectives)
+        self._comm_hooks = gathered.CommHooks(collectives)
         self._num_steps = 0
         self._has_left = False
         collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
@@ -409,14 +409,16 @@ class MeshStrategy(Strategy):
 
     def members(self, step: Step) -> Sequence[int]:
         """Those along the axis of a unit, or of the group."""
-        return self._comm_hooks.members(step) if step[0] == fsdp_state.PLACE else super().members(step)
+        if step[0] != gathered.PLACE:
+            return super().members(step)
+        return self._comm_hooks.unit(step).ranks(step[1])
 
     def stand_in(self, step: Step) -> None:
         """With this rank's parts, and gradients of zero."""
-        if step[0] == fsdp_state.PLACE:
-            self._comm_hooks.stand_in(step)
-        else:
+        if step[0] != gathered.PLACE:
             super().stand_in(step)
+        else:
+            self._comm_hooks.unit(step).stand_in(step[1], step[4:])
 
     def snapshot(self) -> Any:
         """Which parameters the window has used so far."""

@@ -25,8 +25,7 @@ class ReturnedOutputs:
         grads: what its backward has found for each; None: it has not reached them.
     """
 
-    def __init__(self) -> None:
-        self.grads: tuple[torch.Tensor | None, ...] | None = None
+    grads: tuple[torch.Tensor | None, ...] | None = None
 
 
 class _HandOver(torch.autograd.Function):

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,13 +187,7 @@ class PipelineRunner:
         made = {}
         for stage in sorted(self.route.local):
             weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
-
-            def learning(weights: list[torch.nn.Parameter] = weights) -> Any:
-                return iter(seen(self.model, weights))
-
-            def run(number: int, received: Tree, stage: int = stage) -> Tree:
-                return compute(stage, number, received)
-
+            learning, run = partial(seen, self.model, weights), partial(compute, stage)
             made[stage] = PipelineStage(
                 stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
             )
