@@ -233,11 +233,9 @@ class ContextParallel:
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
         """Cut the labels among what the model is given."""
-        return (
-            LabelledCall(args, dict(kwargs))
-            if way is SplitRegion.BLOCKS
-            else self._labels.cut(args, kwargs, self.is_in_stage())
-        )
+        if way is SplitRegion.BLOCKS:
+            return LabelledCall(args, dict(kwargs))
+        return self._labels.cut(args, kwargs, self.is_in_stage())
 
     def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
         """What the caller gets: whole."""
@@ -301,7 +299,12 @@ class ContextParallel:
                     [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
                 )
                 if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
-                    self._tell(found)
+                    if found is SplitRegion.BLOCKS:
+                        log.info_once(
+                            "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
+                            "and each rank computes the head and the loss for all tokens",
+                            type(self._model).__name__,
+                        )
                     return found
                 told = str(found)
         raise PrepareError(
@@ -321,9 +324,8 @@ class ContextParallel:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for way in ways:
                 cut = self._finish(call, out, way, is_training=False)
-                told = context_check.difference(
-                    whole, cut, self._is_exact, is_loss_joined=way is not SplitRegion.BLOCKS
-                )
+                is_joined = way is not SplitRegion.BLOCKS
+                told = context_check.difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
                 if not told:
                     if _has_loss(call, out):
                         self._with_loss.add(self._kind(args, kwargs))
@@ -337,14 +339,6 @@ class ContextParallel:
             found = f"{type(error).__name__}: {error}"
         return found
 
-    def _tell(self, way: SplitRegion) -> None:
-        if way is SplitRegion.BLOCKS:
-            log.info_once(
-                "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, and each "
-                "rank computes the head and the loss for all tokens",
-                type(self._model).__name__,
-            )
-
     # ---------------------------------------------------------------- calls of blocks
 
     def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,8 +350,9 @@ class ContextParallel:
                 "prepared model, which cuts the sequences that its blocks get"
             )
         x = self._input(args, kwargs)
-        is_first = block is self._first
-        part = self._part(x) if is_first else x
+        if block is self._first and self._phase is CallPhase.CUT:
+            self._note_length(x)
+        part = sequences.part_of(x, self._axis, 1) if block is self._first else x
         total = part.shape[1] * self._axis.size
         if self._phase is CallPhase.CUT and sequences.padded(self._length, self._axis) != total:
             raise PrepareError(
@@ -393,11 +388,6 @@ class ContextParallel:
         self._length = x.shape[1]
         self._attention.note_length(self._length)
 
-    def _part(self, x: torch.Tensor) -> torch.Tensor:
-        if self._phase is CallPhase.CUT:
-            self._note_length(x)
-        return sequences.part_of(x, self._axis, 1)
-
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
         self._rng_states.join()
@@ -420,9 +410,8 @@ class ContextParallel:
                 return False
             if self._phase is CallPhase.CUT:
                 return tensor.shape[dim] == self._length
-            return (
-                sequences.padded(tensor.shape[dim], self._axis) == total
-            )  # in backward another call may have come since
+            # In backward another call may have come since.
+            return sequences.padded(tensor.shape[dim], self._axis) == total
 
         is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
         if is_number and is_long(-1):
@@ -476,11 +465,7 @@ def _has_loss(call: LabelledCall, out: Any) -> bool:
 
 def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
     blocks = find_blocks(model, options.blocks)
-    inside = (
-        [module for module in model.modules() if any(child is blocks[0] for child in module.children())]
-        if blocks
-        else []
-    )
+    inside = [m for m in model.modules() if any(child is block for child in m.children() for block in blocks[:1])]
     if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
         found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(

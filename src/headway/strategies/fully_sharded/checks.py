@@ -143,16 +143,14 @@ def _several(names: list[str]) -> str:
 _ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
 _WHOLE_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
 _UNSHARDED_STATE = f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}"
+_ONE_PROCESS = "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW"
 _REFUSED = {
     ("torch", "Adafactor"): _WHOLE_MATRICES,
     ("transformers", "Adafactor"): _WHOLE_MATRICES,
     ("torch", "Rprop"): f"it changes elements of gradients by a mask, which shards do not support; {_ELEMENTWISE}",
     ("torch", "SparseAdam"): f"it needs sparse gradients, and shards have none; {_ELEMENTWISE}",
     **dict.fromkeys((("torchao", name) for name in ("AdamW4bit", "Adam4bit", "AdamWFp8", "AdamFp8")), _UNSHARDED_STATE),
-    (
-        "torchao",
-        "CPUOffloadOptimizer",
-    ): "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW",
+    ("torchao", "CPUOffloadOptimizer"): _ONE_PROCESS,
 }
 _NEVER_FUSED = ("SGD", "Adagrad")
 """Those whose fused step torch has for whole tensors only; Adam's and AdamW's know DTensors."""

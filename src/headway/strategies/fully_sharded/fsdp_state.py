@@ -244,6 +244,7 @@ PLACE = "fsdp"
 """What a batch's trail calls the groups of FSDP."""
 
 _GATHER, _SCATTER, _TOTAL = "gather", "scatter", "total"
+_NAMES = {_GATHER: "all-gather", _SCATTER: "reduce-scatter", _TOTAL: "all-reduce"}
 _ROOM = 32  # the pulse's, for the name of an operation
 _OPERATIONS = {"AVG": dist.ReduceOp.AVG, "SUM": dist.ReduceOp.SUM}
 
@@ -263,11 +264,7 @@ class FSDPUnit:
         self._key = key
         self._ledger = everyone.ledger
         self._trail = everyone.runtime.scope.own(CollectiveLog)
-        self._names = {
-            _GATHER: named("all-gather", name),
-            _SCATTER: named("reduce-scatter", name),
-            _TOTAL: named("all-reduce", name),
-        }
+        self._names = {kind: named(operation, name) for kind, operation in _NAMES.items()}
         self._total: LedgerEntry | None = None
 
     def enter(self, kind: str, *how: Any) -> LedgerEntry:

@@ -152,10 +152,9 @@ def _stays_whole(parameter: torch.nn.Parameter) -> bool:
 def _check_wrapped(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"the module {name!r} of {type(model).__name__}" if name else type(model).__name__
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
-            type(module).__name__ == "FullyShardedDataParallel"
-        ):
-            raise PrepareError(f"{where} is a {type(module).__name__}; give the bare model; prepare() shards it")
+        kind = type(module).__name__
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) or kind == "FullyShardedDataParallel":
+            raise PrepareError(f"{where} is a {kind}; give the bare model; prepare() shards it")
         if isinstance(module, fsdp.FSDPModule):
             raise PrepareError(f"{where} is already sharded (fully_shard), as prepare() would do; give the bare model")
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:

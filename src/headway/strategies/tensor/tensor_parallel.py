@@ -62,7 +62,16 @@ def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> boo
     rows = everyone.gather_numbers([float(len(odd)), float(has_any)])
     counts = [int(row[0]) for row in rows]
     if any(counts):
-        _raise(everyone.gather_objects(odd[:_NUM_NAMES]), counts)
+        names = everyone.gather_objects(odd[:_NUM_NAMES])
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        first = ranks[0]
+        more = " and others" if counts[first] > len(names[first]) else ""
+        raise PrepareError(
+            f"the gradients of {counts[first]} parameters that the tensor-parallel plan leaves whole differ between ranks "
+            f"{', '.join(map(str, ranks))}: {', '.join(names[first])}{more}. They act on activations that are split. Give their "
+            'modules the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something '
+            "before them draws different random numbers on each rank, or the ranks of a group read different batches"
+        )
     return any(row[1] for row in rows)  # a whole stage of a pipeline may be frozen
 
 
@@ -77,21 +86,9 @@ def _differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[s
     return [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
 
 
-def _raise(names: list[list[str]], counts: list[int]) -> None:
-    ranks = [rank for rank, count in enumerate(counts) if count]
-    first = ranks[0]
-    more = " and others" if counts[first] > len(names[first]) else ""
-    raise PrepareError(
-        f"the gradients of {counts[first]} parameters that the tensor-parallel plan leaves whole differ between ranks "
-        f"{', '.join(map(str, ranks))}: {', '.join(names[first])}{more}. They act on activations that are split. Give their modules "
-        'the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something before them '
-        "draws different random numbers on each rank, or the ranks of a group read different batches"
-    )
-
-
 def _digest(grad: torch.Tensor) -> torch.Tensor:
     """Its norm and one projection, in blocks: whole and in float64, an embedding's would take many times the gradient's memory."""
-    flat, wide = grad.reshape(-1), torch.float32 if grad.device.type == "mps" else torch.float64
+    flat, wide = grad.reshape(-1), dtensors.wide(grad.device)
     sums = torch.zeros(2, device=flat.device, dtype=wide)
     for start in range(0, flat.numel(), _BLOCK):
         part = flat[start : start + _BLOCK].to(wide)
