@@ -8,13 +8,13 @@ outputs are joined. Models that compute otherwise after their blocks (a pooled t
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
 In a pipeline the first stage cuts, and parts travel between stages; each stage cuts what its blocks get beside them.
 
-The first call is a dry run on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
+The first call is a dry run on a few tokens (`sequences.py`), whole and cut: that finds which way is right, and makes a model
 that mixes tokens past that function an error and not another result.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -27,7 +27,6 @@ from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives import tree
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import attention, sequences
-from headway.strategies.context import check as context_check
 from headway.strategies.context.attention import RING_STEP, WholeSequenceAttention, put_in, take_out
 from headway.strategies.context.sequences import LabelledCall, SplitLabels
 from headway.strategies.fully_sharded import fsdp_state as gathered
@@ -90,7 +89,6 @@ class ContextParallel:
         self._model, self._everyone, self._options, self._is_exact = model, everyone, options, is_exact
         self._axis = SplitAxis.of(mesh)
         blocks = _stack(model, options)
-        self._first, self._last = blocks[0], blocks[-1]
         self._eager = attention.use_sdpa(model)
         self._parameters = _positional(model)
         self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
@@ -108,17 +106,14 @@ class ContextParallel:
         self._way = SplitRegion.MEANS
         self._blocks, self._hooks = blocks, list[Any]()
         try:
-            self._put_in()
+            for block in blocks:
+                put_in(block, self._attention)
+                self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
+                self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
         except PrepareError:
             self.release()
             raise
-
-    def _put_in(self) -> None:
-        for block in self._blocks:
-            put_in(block, self._attention)
-            self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
-            self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
-        self._hooks.append(self._last.register_forward_hook(self._after_last_block))
+        self._hooks.append(blocks[-1].register_forward_hook(self._after_last_block))
 
     def release(self) -> None:
         """Leave the model alone."""
@@ -171,9 +166,8 @@ class ContextParallel:
         """
         self._is_rehearsal = True
         try:
-            call()
-        except Rehearsed:
-            pass
+            with suppress(Rehearsed):
+                call()
         finally:
             self._is_rehearsal = False
 
@@ -284,14 +278,14 @@ class ContextParallel:
         kwargs = {**dict(zip(self._parameters, args)), **kwargs}
         args = args[len(self._parameters) :]
         given = self._labels.within(args, kwargs)
-        args, kwargs = context_check.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
+        args, kwargs = sequences.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         told = ""
-        with context_check.at_rest(self._model):
+        with sequences.at_rest(self._model):
             if given:
                 with self._labels.watching():
                     self._run(CallPhase.WHOLE, args, kwargs)
                 ignored = self._labels.for_dry_run(given)
-                kwargs = context_check.ignore_some(kwargs, list(given), ignored)
+                kwargs = sequences.ignore_some(kwargs, list(given), ignored)
             whole = self._run(CallPhase.WHOLE, args, kwargs)
             for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
                 found = self._try(ways, args, kwargs, whole)
@@ -308,7 +302,7 @@ class ContextParallel:
                     return found
                 told = str(found)
         raise PrepareError(
-            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {context_check.ADVICE}"
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {sequences.ADVICE}"
         )
 
     def _try(
@@ -325,7 +319,7 @@ class ContextParallel:
             for way in ways:
                 cut = self._finish(call, out, way, is_training=False)
                 is_joined = way is not SplitRegion.BLOCKS
-                told = context_check.difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
+                told = sequences.difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
                 if not told:
                     if _has_loss(call, out):
                         self._with_loss.add(self._kind(args, kwargs))
@@ -350,9 +344,10 @@ class ContextParallel:
                 "prepared model, which cuts the sequences that its blocks get"
             )
         x = self._input(args, kwargs)
-        if block is self._first and self._phase is CallPhase.CUT:
+        is_first = block is self._blocks[0]
+        if is_first and self._phase is CallPhase.CUT:
             self._note_length(x)
-        part = sequences.part_of(x, self._axis, 1) if block is self._first else x
+        part = sequences.part_of(x, self._axis, 1) if is_first else x
         total = part.shape[1] * self._axis.size
         if self._phase is CallPhase.CUT and sequences.padded(self._length, self._axis) != total:
             raise PrepareError(

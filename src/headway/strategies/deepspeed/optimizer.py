@@ -231,17 +231,6 @@ class ZeroState:
         self._model = model
         self._learns = {id(p) for p in partitioned.parameters()}
 
-    def check(self) -> None:
-        """Can its parts be read where they lie?
-
-        Raises:
-            UnsupportedError: they were swapped to a disk.
-        """
-        if any(getattr(self._optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")):
-            raise UnsupportedError(
-                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
-            )
-
     # ---------------------------------------------------------------- parts
 
     def run(self, parameter: torch.Tensor) -> FlatSlice | None:
@@ -280,8 +269,15 @@ class ZeroState:
     # ---------------------------------------------------------------- out
 
     def export(self) -> Iterator[tuple[str, Any]]:
-        """The model's tensors by name; what is parted as pieces, in the engine's full precision."""
-        self.check()
+        """The model's tensors by name; what is parted as pieces, in the engine's full precision.
+
+        Raises:
+            UnsupportedError: they were swapped to a disk, where they cannot be read.
+        """
+        if any(getattr(self._optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")):
+            raise UnsupportedError(
+                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
+            )
         made: dict[int, Any] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict(keep_vars=True).items():

@@ -221,19 +221,15 @@ class DeepSpeedStrategy(Strategy):
         """
         if norm_type != 2:
             raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not supported")
-        engine = self._engine()
-        self._check_whole(parameters)
-        return engine.norm()
-
-    def _check_whole(self, parameters: Sequence[torch.Tensor]) -> None:
-        assert self._partitioned is not None
-        learns = {id(p) for p in self._partitioned.parameters()}
-        given = {id(p) for p in parameters}
+        engine, partitioned = self._engine(), self._partitioned
+        assert partitioned is not None
+        learns, given = ({id(p) for p in every} for every in (partitioned.parameters(), parameters))
         if not learns <= given:
             raise UnsupportedError(
                 f"DeepSpeed clips all gradients of the optimizer together, and {len(learns - given)} of its {len(learns)} parameters "
                 "were not passed; use clip_grad_norm_(model.parameters(), ...)"
             )
+        return engine.norm()
 
     def clip(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None

@@ -59,9 +59,13 @@ def join(boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dty
 
 def around(part: torch.Tensor, like: Any) -> torch.Tensor:
     """What this rank holds, as a DTensor that is cut as `like`."""
-    return dtensor.DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed(part, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def placed(part: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: Any = None) -> torch.Tensor:
+    """What this rank holds of a tensor of that shape, as a DTensor; without a stride, the whole is contiguous."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return dtensor.DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 _PARTS = (

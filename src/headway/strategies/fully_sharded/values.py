@@ -191,20 +191,6 @@ def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torc
     return given
 
 
-def spread_values(
-    model: torch.nn.Module, given: dict[str, torch.Tensor], device: torch.device, everyone: Collectives
-) -> None:
-    """Put what `take_values` has taken into all ranks' parts, one tensor at a time, which rank 0 lets go of then."""
-    with torch.no_grad():
-        for name, place in places_of(model).items() if given else ():
-            whole = given.pop(name)
-            if any(whole is other for other in given.values()):
-                continue  # tied: the last of its names brings it
-            whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.detach().to(device)
-            everyone.broadcast_into([whole])
-            dtensors.put_whole(place.tensor.detach(), whole)
-
-
 class AwaitedValues:
     """The values without which a model comes to `prepare`, and how it gets them; those that are there become rank 0's.
 
@@ -228,11 +214,21 @@ class AwaitedValues:
         everyone.broadcast_into([each for each in tensors if not each.is_meta])
 
     def fill(self, model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int] = ()) -> None:
-        """Once it is spread: memory for what this rank holds, and the values that are not read from files; see `fill`."""
-        device = self._everyone.runtime.device
+        """Once it is spread: memory for what this rank holds, and the values that are not read from files; see `fill`.
+
+        What `take_values` has taken goes into all ranks' parts, one tensor at a time, which rank 0 lets go of then.
+        """
+        device, given = self._everyone.runtime.device, self._given
         if self._is_lacking:
             fill(model, units, device, self._everyone, self._expected, elsewhere)
-        spread_values(model, self._given, device, self._everyone)
+        with torch.no_grad():
+            for name, place in places_of(model).items() if given else ():
+                whole = given.pop(name)
+                if any(whole is other for other in given.values()):
+                    continue  # tied: the last of its names brings it
+                whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.detach().to(device)
+                self._everyone.broadcast_into([whole])
+                dtensors.put_whole(place.tensor.detach(), whole)
 
 
 def _room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -236,12 +236,9 @@ class PlainCalls:
         for number in range(batch.num):
             own = [tensor for tensor in chunk.outputs[number] if tensor.requires_grad]
             rows = own[0].shape[0] if own and own[0].ndim else 0
+            here: Any = slice(first, first + rows) if batch.num > 1 else ...
             chunk.gradients[number] = [
-                torch.zeros_like(part)
-                if tensor.grad is None
-                else tensor.grad[first : first + rows]
-                if batch.num > 1
-                else tensor.grad
+                torch.zeros_like(part) if tensor.grad is None else tensor.grad[here]
                 for tensor, part in zip(learning, own)
             ]
             first += rows

@@ -228,10 +228,7 @@ class TensorParallel:
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
         shape = torch.Size((*output.shape[:-1], styles.num_outputs(module)))
-        return tensor.DTensor.from_local(
-            output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], run_check=False, shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )  # fmt: skip
+        return dtensors.placed(output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], shape)
 
 
 def _complete(parameter: Any) -> None:
@@ -374,9 +371,8 @@ def place_parameter(
         dim, factor = where
         local = cut_packed(local, axis, dim, factor)
         placement = placements._StridedShard(dim, split_factor=factor) if factor > 1 else tensor.Shard(dim)
-    shape = parameter.shape
-    stride = parameter.stride() if where is None else torch.empty(shape, device="meta").stride()
-    found = tensor.DTensor.from_local(local, axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    stride = parameter.stride() if where is None else None
+    found = dtensors.placed(local, axis.mesh, [placement], parameter.shape, stride)
     placed = torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     return placed
