@@ -290,10 +290,8 @@ class ParameterUsage:
         unused = [record for record in found if id(record) not in self._used]
         # What one rank alone sees is said on all of them: the others would wait for it in the next exchange.
         counts = [int(row[0]) for row in self._everyone.gather_numbers([float(len(unused))])]
-        if any(counts):
-            self._raise(unused, counts)
-
-    def _raise(self, unused: list[Any], counts: list[int]) -> None:
+        if not any(counts):
+            return
         told = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
         said = "; ".join(
             f"{count} on rank {rank} ({', '.join(names)}{', ...' if count > len(names) else ''})"

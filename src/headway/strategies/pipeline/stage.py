@@ -1,7 +1,7 @@
 """One stage of a pipeline as torch's schedules drive it.
 
 torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device. Here
-micro-batches may differ in shape: what travels is known from a micro-batch that has gone ahead (`pipe.py`), and each has buffers of
+micro-batches may differ in shape: what travels is known from a micro-batch that has gone ahead (`runner.py`), and each has buffers of
 its own. The order of all computing and sending is torch's; so is backward, split in two for zero bubble.
 
 What stages of a pipeline send each other, one rank to one other: while a rank waits for it, its pulse says so.
@@ -142,7 +142,7 @@ class PipelineStage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup | None,
         owners: Sequence[int],
-        learning: Callable[[], Sequence[torch.Tensor]],
+        learning: Callable[[], Sequence[Any]],
         compute: Callable[[int, Tree], Tree],
     ) -> None:
         super().__init__(torch.nn.Identity(), stage, num_stages, device, group)  # schedules free what FSDP has gathered

@@ -149,7 +149,8 @@ class ModuleTrial:
         self, plan: Mapping[str, str], divide: Iterable[str], row: str, call: Call, whole: ModuleRun
     ) -> list[str] | None:
         bias = plans.layer_of(self.module.get_submodule(row))._parameters.get("bias")
-        total, names = 0.0 if bias is None else bias, set[str]()
+        total: Any = 0.0 if bias is None else bias
+        names = set[str]()
         for rank in range(self._size):
             with self._as_rank(SplitAxis(None, None, rank, self._size), plan, divide, row):
                 run = self._run(call, row, whole.outputs[row])
@@ -197,8 +198,6 @@ class ModuleTrial:
         module = self._watched[name]
         parts = plans.parts(module, styles.make(style_name)) if plans.is_adapted(module) else [""]
         return [(part, list(part._parameters)) for part in map(module.get_submodule, parts)]
-
-    # ------------------------------------------------------------ the copy and its calls
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

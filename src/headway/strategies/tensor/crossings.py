@@ -26,6 +26,7 @@ Noted = Callable[[], AbstractContextManager[None]]
 """Makes the block that tells others of an exchange while it waits."""
 Way = Callable[[torch.Tensor], torch.Tensor]
 """From a tensor on one side of a crossing to that on the other."""
+_COLLECTIVES = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,14 @@ def cut_packed(tensor: torch.Tensor, axis: SplitAxis, dim: int, factor: int) -> 
 
 def all_gather(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """The ranks' parts, one after the other along the first dimension; autograd does not see it."""
-    collectives = torch.ops._c10d_functional
-    found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
-    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+    found = _COLLECTIVES.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
+    return _COLLECTIVES.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """This rank's part, along the first dimension, of the sum of the ranks' terms; autograd does not see it."""
-    collectives = torch.ops._c10d_functional
-    found = collectives.reduce_scatter_tensor(terms.contiguous(), "sum", axis.size, axis.group.group_name)
-    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+    found = _COLLECTIVES.reduce_scatter_tensor(terms.contiguous(), "sum", axis.size, axis.group.group_name)
+    return _COLLECTIVES.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def exchange(
@@ -190,14 +189,12 @@ def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 
 def _all_to_all(rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int]) -> torch.Tensor:
-    collectives = torch.ops._c10d_functional
-    found = collectives.all_to_all_single(rows.contiguous(), received, sent, axis.group.group_name)
-    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+    found = _COLLECTIVES.all_to_all_single(rows.contiguous(), received, sent, axis.group.group_name)
+    return _COLLECTIVES.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
+    return _COLLECTIVES.wait_tensor(_COLLECTIVES.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
 
 
 def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:

@@ -158,7 +158,7 @@ class TensorParallel:
     def leave(self) -> None:
         """The model's forward was left before its end."""
         for each in reversed(self._lent):
-            each.give_back()
+            each.after()
 
     def release(self) -> None:
         """Undo that."""
