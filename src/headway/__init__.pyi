@@ -118,11 +118,11 @@ from headway.planning.forecast import forecast as forecast
 from headway.runtime.collectives.ranks import synchronize_rng_states as synchronize_rng_states
 from headway.runtime.collectives.tree import find_batch_size as find_batch_size
 from headway.runtime.seed import set_seed as set_seed
+from headway.strategies.build import prepare_pippy as prepare_pippy
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from headway.strategies.deepspeed.plugin import DummyOptim as DummyOptim
 from headway.strategies.deepspeed.plugin import DummyScheduler as DummyScheduler
 from headway.strategies.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
-from headway.strategies.pipeline.pippy import prepare_pippy as prepare_pippy
 from headway.tracking.base import GeneralTracker as GeneralTracker
 from headway.tracking.base import LoggerType as LoggerType
 from headway.tracking.base import Tracker as Tracker

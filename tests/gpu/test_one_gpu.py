@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.runtime import process
-from headway.strategies.rng import go_on, own_generators
+from headway.strategies.pipeline.runner import go_on, own_generators
 
 pytestmark = [
     pytest.mark.gpu,

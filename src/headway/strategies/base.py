@@ -4,7 +4,7 @@ One process: plain PyTorch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,12 +243,11 @@ class Strategy:
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """A block whose backward gives these parameters gradients of zero, whatever comes: its loss weighs nothing."""
-        hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
-        try:
+        with ExitStack() as stack:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    stack.enter_context(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Forget the gradients of a window that failed, those that an engine still keeps among them."""

@@ -44,31 +44,6 @@ _FEWEST = 3
 """Ranks of a sum that its order decides about."""
 
 
-def order_of(engine: DistributedDataParallel) -> list[int]:
-    """The numbers of the parameters as they lie in the buckets; none where that is not known, or all the same. All ranks call it."""
-    if not _is_rebuilt(engine):
-        return []
-    engine.reducer._rebuild_buckets()  # after the first backward: what the next forward would do
-    if _KEY not in _told(engine) and engine.logger is not None:
-        engine.logger.set_runtime_stats_and_log()
-    return [int(number) for number in re.findall(r"\d+", str(_told(engine).get(_KEY, "")))]
-
-
-def take_order(engine: DistributedDataParallel, order: Sequence[int]) -> None:
-    """Let the first layout be this one, by gradients of zero that come in that order; every rank calls it."""
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    if not _is_rebuilt(engine) or sorted(order) != list(range(len(trained))):
-        return
-    grads = [parameter.grad for parameter in trained]
-    with _without_hooks(trained):
-        engine.reducer.prepare_for_backward([])
-        for number in order:
-            trained[number].grad = None
-            trained[number].backward(torch.zeros_like(trained[number]))
-    for parameter, grad in zip(trained, grads):
-        parameter.grad = grad
-
-
 def _told(engine: DistributedDataParallel) -> dict[str, Any]:
     return engine._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
 
@@ -307,15 +282,36 @@ class DDPStrategy(Strategy):
         return super().step(optimizer, precision, closure)
 
     def exchange_order(self, model: torch.nn.Module) -> list[int]:
-        """That of the engine's buckets; PowerSGD, which keeps a state from exchange to exchange, goes by none."""
+        """The numbers of the parameters as they lie in the engine's buckets; none where that is not known, or all the same.
+
+        PowerSGD, which keeps a state from exchange to exchange, goes by none.
+        """
         replica = self._replicas.get(id(model))
         is_kept = self._options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
-        return [] if replica is None or is_kept else order_of(replica.engine)
+        if replica is None or is_kept or not _is_rebuilt(replica.engine):
+            return []
+        engine = replica.engine
+        engine.reducer._rebuild_buckets()  # after the first backward: what the next forward would do
+        if _KEY not in _told(engine) and engine.logger is not None:
+            engine.logger.set_runtime_stats_and_log()
+        return [int(number) for number in re.findall(r"\d+", str(_told(engine).get(_KEY, "")))]
 
     def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Let the buckets begin with it."""
-        if order and (replica := self._replicas.get(id(model))) is not None:
-            take_order(replica.engine, order)
+        """Let the buckets begin with it, by gradients of zero that come in that order."""
+        replica = self._replicas.get(id(model))
+        if not order or replica is None or not _is_rebuilt(replica.engine):
+            return
+        trained = [parameter for parameter in replica.engine.module.parameters() if parameter.requires_grad]
+        if sorted(order) != list(range(len(trained))):
+            return
+        grads = [parameter.grad for parameter in trained]
+        with _without_hooks(trained):
+            replica.engine.reducer.prepare_for_backward([])
+            for number in order:
+                trained[number].grad = None
+                trained[number].backward(torch.zeros_like(trained[number]))
+        for parameter, grad in zip(trained, grads):
+            parameter.grad = grad
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model's engine, or all."""

@@ -151,6 +151,10 @@ class ShardedModels:
         return kept
 
 
+class ShardedStages(ShardedModels):
+    """Those of a pipeline's stages, which were cut into stages, too."""
+
+
 BARE_CLASS = "_headway_bare_class"
 """Where a block whose class was exchanged keeps the one it had."""
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)

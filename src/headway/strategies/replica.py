@@ -6,7 +6,6 @@ the price.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class ReplicaStrategy(Strategy):
         super().__init__(collectives)
         self.gradient_divisor = collectives.world_size
         self._broadcasts = options.broadcast_buffers
-        self._buckets: dict[str, tuple[list[torch.Tensor], GradientBuckets]] = {}
+        self._buckets: dict[str, tuple[list[tuple[torch.Size, torch.dtype]], GradientBuckets]] = {}
         self._models: list[torch.nn.Module] = []
         self._flags: list[bool] = []
         chosen = (options.comm_hook, options.comm_wrapper)
@@ -61,10 +60,6 @@ class ReplicaStrategy(Strategy):
             self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
         self._models.append(model)
         return None
-
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
-        """Gradients stay local until `reduce_gradients`."""
-        return nullcontext()
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of this rank's part of the average."""
@@ -116,13 +111,10 @@ class ReplicaStrategy(Strategy):
         return [buffer for model in self._models if model.training for buffer in model.buffers() if buffer.numel()]
 
     def _plan(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         known = self._buckets.get(name)
-        if known is None or not _are_alike(known[0], tensors):
-            # Only shapes are remembered: meta tensors hold no memory.
-            known = self._buckets[name] = (
-                [torch.empty_like(t, device="meta") for t in tensors],
-                GradientBuckets(tensors),
-            )
+        if known is None or known[0] != shapes:
+            known = self._buckets[name] = shapes, GradientBuckets(tensors)
         return known[1]
 
     def _travel(
@@ -226,9 +218,3 @@ def _portions(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int
         portions[-1].append(index)
         size += like[index].nbytes
     return portions
-
-
-def _are_alike(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    return len(known) == len(tensors) and all(
-        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(known, tensors)
-    )

@@ -14,7 +14,7 @@ from headway.config.engines import collect_options
 from headway.errors import ConfigError, OptionalDependencyMissing, PrepareError, UnsupportedError
 from headway.precision.float8 import check_float8, convert_model
 from headway.runtime.device import Hardware
-from headway.strategies.fully_sharded.formats import check_float8 as check_layout
+from headway.strategies.fully_sharded.units import check_float8 as check_layout
 
 EMULATED = Float8Options(emulate=True)
 

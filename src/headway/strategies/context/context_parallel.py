@@ -8,13 +8,13 @@ outputs are joined. Models that compute otherwise after their blocks (a pooled t
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
 In a pipeline the first stage cuts, and parts travel between stages; each stage cuts what its blocks get beside them.
 
-The first call is a dry run on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
+The first call is a dry run on a few tokens (`sequences.py`), whole and cut: that finds which way is right, and makes a model
 that mixes tokens past that function an error and not another result.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -27,14 +27,12 @@ from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives import tree
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import attention, sequences
-from headway.strategies.context import check as context_check
 from headway.strategies.context.attention import RING_STEP, WholeSequenceAttention, put_in, take_out
 from headway.strategies.context.sequences import LabelledCall, SplitLabels
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.parts import find_blocks
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG
 
 log = get_logger(__name__)
 
@@ -91,7 +89,6 @@ class ContextParallel:
         self._model, self._everyone, self._options, self._is_exact = model, everyone, options, is_exact
         self._axis = SplitAxis.of(mesh)
         blocks = _stack(model, options)
-        self._first, self._last = blocks[0], blocks[-1]
         self._eager = attention.use_sdpa(model)
         self._parameters = _positional(model)
         self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
@@ -109,17 +106,14 @@ class ContextParallel:
         self._way = SplitRegion.MEANS
         self._blocks, self._hooks = blocks, list[Any]()
         try:
-            self._put_in()
+            for block in blocks:
+                put_in(block, self._attention)
+                self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
+                self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
         except PrepareError:
             self.release()
             raise
-
-    def _put_in(self) -> None:
-        for block in self._blocks:
-            put_in(block, self._attention)
-            self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
-            self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
-        self._hooks.append(self._last.register_forward_hook(self._after_last_block))
+        self._hooks.append(blocks[-1].register_forward_hook(self._after_last_block))
 
     def release(self) -> None:
         """Leave the model alone."""
@@ -172,9 +166,8 @@ class ContextParallel:
         """
         self._is_rehearsal = True
         try:
-            call()
-        except Rehearsed:
-            pass
+            with suppress(Rehearsed):
+                call()
         finally:
             self._is_rehearsal = False
 
@@ -234,11 +227,9 @@ class ContextParallel:
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
         """Cut the labels among what the model is given."""
-        return (
-            LabelledCall(args, dict(kwargs))
-            if way is SplitRegion.BLOCKS
-            else self._labels.cut(args, kwargs, self.is_in_stage())
-        )
+        if way is SplitRegion.BLOCKS:
+            return LabelledCall(args, dict(kwargs))
+        return self._labels.cut(args, kwargs, self.is_in_stage())
 
     def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
         """What the caller gets: whole."""
@@ -287,14 +278,14 @@ class ContextParallel:
         kwargs = {**dict(zip(self._parameters, args)), **kwargs}
         args = args[len(self._parameters) :]
         given = self._labels.within(args, kwargs)
-        args, kwargs = context_check.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
+        args, kwargs = sequences.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         told = ""
-        with context_check.at_rest(self._model):
+        with sequences.at_rest(self._model):
             if given:
                 with self._labels.watching():
                     self._run(CallPhase.WHOLE, args, kwargs)
                 ignored = self._labels.for_dry_run(given)
-                kwargs = context_check.ignore_some(kwargs, list(given), ignored)
+                kwargs = sequences.ignore_some(kwargs, list(given), ignored)
             whole = self._run(CallPhase.WHOLE, args, kwargs)
             for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
                 found = self._try(ways, args, kwargs, whole)
@@ -302,11 +293,16 @@ class ContextParallel:
                     [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
                 )
                 if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
-                    self._tell(found)
+                    if found is SplitRegion.BLOCKS:
+                        log.info_once(
+                            "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
+                            "and each rank computes the head and the loss for all tokens",
+                            type(self._model).__name__,
+                        )
                     return found
                 told = str(found)
         raise PrepareError(
-            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {context_check.ADVICE}"
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {sequences.ADVICE}"
         )
 
     def _try(
@@ -322,9 +318,8 @@ class ContextParallel:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for way in ways:
                 cut = self._finish(call, out, way, is_training=False)
-                told = context_check.difference(
-                    whole, cut, self._is_exact, is_loss_joined=way is not SplitRegion.BLOCKS
-                )
+                is_joined = way is not SplitRegion.BLOCKS
+                told = sequences.difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
                 if not told:
                     if _has_loss(call, out):
                         self._with_loss.add(self._kind(args, kwargs))
@@ -338,14 +333,6 @@ class ContextParallel:
             found = f"{type(error).__name__}: {error}"
         return found
 
-    def _tell(self, way: SplitRegion) -> None:
-        if way is SplitRegion.BLOCKS:
-            log.info_once(
-                "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, and each "
-                "rank computes the head and the loss for all tokens",
-                type(self._model).__name__,
-            )
-
     # ---------------------------------------------------------------- calls of blocks
 
     def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,8 +344,10 @@ class ContextParallel:
                 "prepared model, which cuts the sequences that its blocks get"
             )
         x = self._input(args, kwargs)
-        is_first = block is self._first
-        part = self._part(x) if is_first else x
+        is_first = block is self._blocks[0]
+        if is_first and self._phase is CallPhase.CUT:
+            self._note_length(x)
+        part = sequences.part_of(x, self._axis, 1) if is_first else x
         total = part.shape[1] * self._axis.size
         if self._phase is CallPhase.CUT and sequences.padded(self._length, self._axis) != total:
             raise PrepareError(
@@ -394,11 +383,6 @@ class ContextParallel:
         self._length = x.shape[1]
         self._attention.note_length(self._length)
 
-    def _part(self, x: torch.Tensor) -> torch.Tensor:
-        if self._phase is CallPhase.CUT:
-            self._note_length(x)
-        return sequences.part_of(x, self._axis, 1)
-
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
         self._rng_states.join()
@@ -421,9 +405,8 @@ class ContextParallel:
                 return False
             if self._phase is CallPhase.CUT:
                 return tensor.shape[dim] == self._length
-            return (
-                sequences.padded(tensor.shape[dim], self._axis) == total
-            )  # in backward another call may have come since
+            # In backward another call may have come since.
+            return sequences.padded(tensor.shape[dim], self._axis) == total
 
         is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
         if is_number and is_long(-1):
@@ -477,11 +460,7 @@ def _has_loss(call: LabelledCall, out: Any) -> bool:
 
 def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
     blocks = find_blocks(model, options.blocks)
-    inside = (
-        [module for module in model.modules() if any(child is blocks[0] for child in module.children())]
-        if blocks
-        else []
-    )
+    inside = [m for m in model.modules() if any(child is block for child in m.children() for block in blocks[:1])]
     if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
         found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(

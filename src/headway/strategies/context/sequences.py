@@ -1,4 +1,4 @@
-"""Sequences and their labels under context parallelism: how they are divided among the ranks, cut and counted.
+"""Sequences and their labels under context parallelism: how they are divided among the ranks, cut, counted and compared.
 
 How sequences are divided among the ranks of context parallelism, and how their parts travel.
 
@@ -10,23 +10,30 @@ Labels among what a model is given: they are cut as its sequences are, and those
 
 A mean over a part's labels becomes a term of the whole's mean by the share of labels that count, so what the model's loss ignores
 must be known: from the options, or from the cross entropy that the model is seen to compute.
+
+Does a model compute the same when its sequences are cut? A few tokens of its first batch, whole and cut, beside each other.
+What would make it differ without an error: positions made within a block, which would begin at 0 on every rank; attention or
+convolutions past that function; a loss that is neither a mean nor a sum over tokens; labels that are shifted within the model.
+In a plan tensors have no values, and shapes are compared alone.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
-from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from headway.config.parallelism import TorchContextParallelConfig
-from headway.errors import DataError, PrepareError
+from headway.config.parallelism import TensorParallelOptions, TorchContextParallelConfig
+from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.runtime.collectives import tree
 from headway.runtime.collectives.checked import Collectives
-from headway.strategies.context import check as context_check
-from headway.strategies.tensor.crossings import SplitAxis, all_gather, exchange, reduce_scatter
+from headway.strategies.tensor.crossings import SplitAxis, all_gather, cross, exchange, reduce_scatter, same
 
 
 def padded(length: int, axis: SplitAxis) -> int:
@@ -52,14 +59,15 @@ def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -
     dim = dim % whole.dim()
     length = padded(whole.shape[dim], axis)
     if length > whole.shape[dim]:
-        whole = pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]], value=filler)
+        whole = functional.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]], value=filler)
     step = length // (2 * axis.size)
     return torch.cat([whole.narrow(dim, piece * step, step) for piece in pieces_of(axis.rank, axis)], dim)
 
 
 def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, padding included, for computations in which each rank does its share."""
-    return _Gather.apply(part, axis, dim % part.dim(), 0)  # type: ignore[no-any-return, no-untyped-call]
+    dim = dim % part.dim()
+    return cross(part, partial(_gather, axis=axis, dim=dim), partial(scatter, axis=axis, dim=dim))
 
 
 def to_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -94,13 +102,23 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int 
         length: of the whole.
         times: what gradients that come back are multiplied by.
     """
-    whole: torch.Tensor = _Gather.apply(part, axis, dim % part.dim(), times)  # type: ignore[no-untyped-call]
+    dim = dim % part.dim()
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        mine = part_of(grad, axis, dim)
+        return mine if times == 1 else mine * times
+
+    whole = cross(part, partial(_gather, axis=axis, dim=dim), back)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
 
 
 def one_of(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """What all ranks compute alike, as one term of a sum over them: its gradient is divided among them."""
-    return _OneOf.apply(whole, axis) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    return cross(whole, same, lambda grad: grad / axis.size) if whole.requires_grad else whole
+
+
+def _gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
 
 
 def _in_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -117,32 +135,6 @@ def _by_rank(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """A sequence as its parts, stacked by rank along a new first dimension."""
     pieces = whole.chunk(2 * axis.size, dim)
     return torch.stack([torch.cat([pieces[p] for p in pieces_of(rank, axis)], dim) for rank in range(axis.size)])
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, times: int) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.times = axis, dim, times
-        return _in_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        axis, dim = ctx.axis, ctx.dim
-        if ctx.times:  # every rank has all of it
-            mine = part_of(grad, axis, dim)
-            return mine if ctx.times == 1 else mine * ctx.times, None, None, None
-        return scatter(grad, axis, dim), None, None, None
-
-
-class _OneOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
-        ctx.size = axis.size
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad / ctx.size, None
 
 
 _DEFAULT = -100
@@ -224,7 +216,7 @@ class SplitLabels:
             return self._of_loss
         if self._options.ignore_index is not None:
             return self._options.ignore_index
-        known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
+        known = [label for label in labels.values() if _is_class(label) and not is_fake(label)]
         return min((int(label.min()) for label in known), default=0)
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_alone: bool = False) -> LabelledCall:
@@ -274,7 +266,7 @@ class SplitLabels:
 
     def _padding_problem(self, label: torch.Tensor) -> str:
         length = label.shape[1]
-        if not context_check.has_values(label) or padded(length, self._axis) == length:
+        if is_fake(label) or padded(length, self._axis) == length:
             return ""
         least = int(label.masked_fill(label == self.ignored, 0).min())
         if least >= 0:
@@ -319,3 +311,135 @@ def _is_class(label: torch.Tensor) -> bool:
 def _shifts(model: torch.nn.Module) -> bool:
     """Does the model's own loss shift labels by one (transformers' causal language models)?"""
     return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
+ADVICE = (
+    "Needed are: positions that are added before the first block or given to each block (as rotary embeddings or position_ids), "
+    "attention by torch.nn.functional.scaled_dot_product_attention, no other exchange between tokens, and a loss that is a mean or "
+    "a sum over labels of the shape (rows, tokens), in an argument that TorchContextParallelConfig(labels=...) names; else use fsdp "
+    "or tp"
+)
+_EXACT_LOSS, _EXACT, _TF32, _HALF = 5e-5, 2e-4, 1e-2, 5e-2
+"""How far results may lie apart, as a share of the largest."""
+
+
+def check_options(tensor: TensorParallelOptions, num_parts: int) -> None:
+    """Can sequences be cut beside these options of tensor parallelism?
+
+    Args:
+        tensor: the options.
+        num_parts: into how many parts sequences are cut.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    given = [name for name in ("sequence_parallel", "loss_parallel") if num_parts > 1 and getattr(tensor, name)]
+    if given:
+        raise UnsupportedError(
+            f"context parallelism (cp={num_parts}) cuts sequences itself, which does not work with TensorParallelOptions("
+            f"{', '.join(f'{name}=True' for name in given)}); drop {' and '.join(given)}, or cp"
+        )
+
+
+def few(
+    args: tuple[Any, ...], kwargs: dict[str, Any], num_tokens: int, labels: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first tokens of two rows of what a model is given; padding is taken for text, and ignored labels for class 0."""
+    first = next((each for each in tree.tensors((args, kwargs)) if each.dim() > 1), None)
+    if first is None:
+        return args, kwargs
+    num_rows, length = first.shape[:2]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        is_rows = leaf.shape[0] == num_rows
+        if num_rows > 1:
+            leaf = leaf[:2] if is_rows else leaf
+        elif is_rows and leaf.dim() > 1:
+            leaf = torch.cat([leaf, leaf])
+        for dim in range(1 if leaf.dim() > 1 or is_rows else 0, leaf.dim()):
+            if leaf.shape[dim] == length:
+                leaf = leaf.narrow(dim, 0, min(num_tokens, length))
+        return leaf
+
+    args, kwargs = tree.map_leaves(cut, args), tree.map_leaves(cut, kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        kwargs["attention_mask"] = torch.ones_like(mask)
+    for name in labels:
+        label = kwargs.get(name)
+        if isinstance(label, torch.Tensor) and label.dtype != torch.bool:
+            kwargs[name] = label.clamp(min=0)
+    return args, kwargs
+
+
+def ignore_some(kwargs: dict[str, Any], labels: Collection[str], ignored: int) -> dict[str, Any]:
+    """Let the first row have fewer labels than the others, and the ranks' parts of it unlike numbers.
+
+    A loss that is a mean over each row, or that ignores what is counted here, is another one in parts then.
+
+    Args:
+        kwargs: from `few`.
+        labels: which of them are labels.
+        ignored: what takes the labels' place.
+    """
+    found = dict(kwargs)
+    for name in labels:
+        label = found[name]
+        if label.is_floating_point() or label.dtype == torch.bool:
+            continue
+        largest = int(label.max()) if not is_fake(label) else 0
+        label = label.masked_fill(label == ignored, largest if largest != ignored else int(ignored == 0))
+        label[0, : max(1, label.shape[1] // 4)] = ignored
+        found[name] = label
+    return found
+
+
+@contextmanager
+def at_rest(model: torch.nn.Module) -> Iterator[None]:
+    """A block in which the model is evaluated."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def difference(whole: Any, cut: Any, is_exact: bool, is_loss_joined: bool = False) -> str:
+    """What differs, in words; "": nothing does.
+
+    Args:
+        whole, cut: the model's outputs.
+        is_exact: they were computed in float32.
+        is_loss_joined: losses of parts were put together. A wrong mean over tokens is near the right one: the losses of a model
+            that knows nothing are all alike.
+    """
+    pairs = [list(tree.tensors(each)) for each in (whole, cut)]
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in pairs]
+    if shapes[0] != shapes[1]:
+        return f"its outputs have the shapes {shapes[1]} when it is cut, and {shapes[0]} when it is not"
+    for one, other in zip(*pairs):
+        if not one.is_floating_point() or not one.numel() or is_fake(one):
+            continue
+        one, other = one.float(), other.float()
+        apart = float((one - other).abs().nan_to_num(0.0).max())
+        largest = float(one.abs().nan_to_num(0.0).max())
+        odd = bool((one.isnan() != other.isnan()).any())
+        allowed = _allowed(one.device, is_exact)
+        if is_loss_joined and not one.dim() and allowed == _EXACT:
+            allowed = _EXACT_LOSS
+        if odd or apart > allowed * max(largest, math.ulp(1.0)):
+            what = "its loss" if not one.dim() else f"an output of the shape {tuple(one.shape)}"
+            return f"{what} differs by {apart:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
+    return ""
+
+
+def _allowed(device: torch.device, is_exact: bool) -> float:
+    if not is_exact:
+        return _HALF
+    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return _TF32 if is_tf32 else _EXACT

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from math import log2
 from typing import Any, get_args
 
 import torch
@@ -60,6 +59,7 @@ _REFUSED = {
     "tensor_parallel": "it is not supported with this engine; see strategy='tp'",
 }
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")
 _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
@@ -184,7 +184,7 @@ def _mays(facts: Facts) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": True,
         "zero_allow_untested_optimizer": False,
         "fp16.loss_scale": 0,
-        "fp16.initial_scale_power": round(log2(facts.scaler.init_scale)),
+        "fp16.initial_scale_power": round(math.log2(facts.scaler.init_scale)),
         "fp16.loss_scale_window": facts.scaler.growth_interval,
         "fp16.hysteresis": 2,
         "fp16.min_loss_scale": 1,
@@ -214,16 +214,13 @@ def _fill(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, key: str, a
 def _add(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, facts: Facts, musts: Mapping[str, Any]) -> None:
     """What DeepSpeed needs to be told and the JSON does not say."""
     stage = config.get_value("zero_optimization.stage")
-    wanted = {
-        key: musts[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    }
+    wanted = {key: musts[key] for key in _BATCH_KEYS}
     if musts["bf16.enabled"]:
         wanted["bf16.enabled"] = True
     if facts.precision == "fp16":
-        scaler = {key: value for key, value in _mays(facts).items() if key.startswith("fp16.")}
-        if config.get_value("fp16.loss_scale"):  # a fixed one
-            scaler = {}
-        wanted.update({"fp16.enabled": True, **scaler})
+        wanted["fp16.enabled"] = True
+        if not config.get_value("fp16.loss_scale"):  # no fixed one
+            wanted.update({key: value for key, value in _mays(facts).items() if key.startswith("fp16.")})
     if facts.precision != "no" and stage != 1:
         # Gradients of several micro-batches add up in float32, as they do with DDP.
         wanted["data_types.grad_accum_dtype"] = "fp32"
@@ -251,17 +248,17 @@ def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | N
 
 def _check_served(config: HfDeepSpeedConfig) -> None:
     refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_on(config.get_value(key))]
-    if config.get_value("torch_autocast.enabled") and "16" in str(config.get_value("torch_autocast.dtype")).replace(
-        "bfloat16", ""
-    ):
+    cast_to = str(config.get_value("torch_autocast.dtype")).replace("bfloat16", "")
+    if config.get_value("torch_autocast.enabled") and "16" in cast_to:
         refused.append("torch_autocast with float16: use mixed_precision='fp16'")
-    if config.get_value("zero_optimization.stage") == 1 and config.get_value("zero_optimization.overlap_comm") is True:
+    is_first_stage = config.get_value("zero_optimization.stage") == 1
+    if is_first_stage and config.get_value("zero_optimization.overlap_comm") is True:
         refused.append(
             "zero_optimization.overlap_comm=true with stage 1, which reduces at the window's end: use stage 2"
         )
     is_half = any(config.get_value(f"{name}.enabled") not in (None, False) for name in ("bf16", "fp16"))
     accumulates = config.get_value("data_types.grad_accum_dtype")
-    if is_half and config.get_value("zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):
+    if is_half and is_first_stage and accumulates in ("fp32", "float32"):
         refused.append("data_types.grad_accum_dtype='fp32' in half precision with stage 1: use stage 2")
     if refused:
         raise UnsupportedError(f"DeepSpeed's JSON asks for features that are not supported: {'; '.join(refused)}")
@@ -398,9 +395,8 @@ class StandIns:
         if name == "Adam" and params.get("adam_w_mode", True):
             name = "AdamW"
         kept = {key: value for key, value in params.items() if key not in _DEEPSPEEDS}
-        for key in ("betas",):
-            if isinstance(kept.get(key), list):
-                kept[key] = tuple(kept[key])
+        if isinstance(kept.get("betas"), list):
+            kept["betas"] = tuple(kept["betas"])
         try:
             made: torch.optim.Optimizer = getattr(torch.optim, name)(dummy.params, **kept)
         except TypeError as error:

@@ -6,7 +6,6 @@ the window's correction is a loss scale for that one step, and clipping a limit 
     backward ... backward -> final (reduced, in partitions) -> norm, limit, correction -> step, or dropped
 """
 
-import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -105,9 +104,8 @@ class ZeroEngine:
             is_known = hasattr(parameter, "ds_id") and inner.get_param_id(parameter) in inner.grad_position
             return inner._get_fp32_grad_state_partition(parameter, True)[0] if is_known else None
         mapping = getattr(parameter, "_hp_mapping", None)
-        part: torch.Tensor | None = None
-        if mapping is not None:
-            part = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        part: torch.Tensor | None
+        part = None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)
         return part
 
     def correct(self, factor: float) -> None:
@@ -238,8 +236,3 @@ def _leave_backward(inner: Any) -> None:
     while inner._backward_active_depth > 0:
         inner.exit_backward()
     inner.clear_backward_seen_flag()
-
-
-def quieten() -> None:
-    """DeepSpeed tells at INFO, and through its own stream, what Headway's log says already."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

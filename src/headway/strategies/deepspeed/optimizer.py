@@ -144,11 +144,6 @@ def _cpu_adam(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
     return made
 
 
-def takes_cpu_adam(given: torch.optim.Optimizer) -> bool:
-    """Is it an Adam of torch's, for which DeepSpeed has a kernel of its own on the host?"""
-    return type(given) in (torch.optim.Adam, torch.optim.AdamW)
-
-
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(where it begins, its shape) of boxes that hold the values `start` to `stop` of a tensor in order: two a dim at the most."""
     if start >= stop:
@@ -236,19 +231,6 @@ class ZeroState:
         self._model = model
         self._learns = {id(p) for p in partitioned.parameters()}
 
-    def check(self) -> None:
-        """Can its parts be read where they lie?
-
-        Raises:
-            UnsupportedError: they were swapped to a disk.
-        """
-        if getattr(self._optimizer, "swap_optimizer", False) or getattr(
-            self._optimizer, "params_in_nvme_and_cpu", False
-        ):
-            raise UnsupportedError(
-                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
-            )
-
     # ---------------------------------------------------------------- parts
 
     def run(self, parameter: torch.Tensor) -> FlatSlice | None:
@@ -287,8 +269,15 @@ class ZeroState:
     # ---------------------------------------------------------------- out
 
     def export(self) -> Iterator[tuple[str, Any]]:
-        """The model's tensors by name; what is parted as pieces, in the engine's full precision."""
-        self.check()
+        """The model's tensors by name; what is parted as pieces, in the engine's full precision.
+
+        Raises:
+            UnsupportedError: they were swapped to a disk, where they cannot be read.
+        """
+        if any(getattr(self._optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")):
+            raise UnsupportedError(
+                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
+            )
         made: dict[int, Any] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -309,12 +298,10 @@ class ZeroState:
             run = self.run(parameter)
             if run is None:
                 continue
-            if run.flat is None:  # another rank has all of it: the names must be alike
+            flat = run.flat
+            if flat is None:  # another rank has all of it: the names must be alike
                 flat = next(iter(self._optimizer.single_partition_of_fp32_groups), None)
-                state = inner.state.get(flat, {}) if flat is not None else {}
-            else:
-                flat, state = run.flat, inner.state.get(run.flat, {})
-            if state and flat is not None:
+            if flat is not None and (state := inner.state.get(flat)):
                 given.state[parameter] = {key: self._shown(run, flat, value) for key, value in state.items()}
         try:
             yield
@@ -354,14 +341,14 @@ class ZeroState:
     def _take(run: FlatSlice, own: dict[str, Any], state: Mapping[str, Any], counts_in_ints: bool) -> None:
         assert run.flat is not None
         for key, value in state.items():
-            if isinstance(value, ShardPiece):
-                if key not in own:
-                    own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+            is_piece = isinstance(value, ShardPiece)
+            is_whole = isinstance(value, torch.Tensor) and tuple(value.shape) == run.shape and bool(value.ndim)
+            if (is_piece or is_whole) and key not in own:
+                own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+            if is_piece:
                 for mine, saved in zip(run.piece(run.beside(own[key])).boxes, value.boxes):
                     mine.values.copy_(saved.values)
-            elif isinstance(value, torch.Tensor) and tuple(value.shape) == run.shape and value.ndim:
-                if key not in own:
-                    own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+            elif is_whole:
                 part = value.reshape(-1).narrow(0, run.start, run.values.numel())
                 run.beside(own[key]).copy_(part)
             elif isinstance(value, torch.Tensor):

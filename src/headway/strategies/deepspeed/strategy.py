@@ -5,6 +5,7 @@ both. The model stays the user's own object, and so does the optimizer (`optimiz
 the engine's loss scale (`engine.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,8 +24,8 @@ from headway.runtime import process
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.deepspeed.config import DeepSpeedConfigReport, Facts, StandIns, complete_config, known_keys
-from headway.strategies.deepspeed.engine import ZeroEngine, quieten
-from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, ZeroState, takes_cpu_adam
+from headway.strategies.deepspeed.engine import ZeroEngine
+from headway.strategies.deepspeed.optimizer import PartitionedOptimizer, ZeroState
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 log = get_logger(__name__)
@@ -140,11 +141,13 @@ class DeepSpeedStrategy(Strategy):
     def _partition(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
         config = account.config
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
-        uses_kernel = is_offloaded and takes_cpu_adam(given) and config.get("zero_force_ds_cpu_optimizer", True)
-        partitioned = PartitionedOptimizer(given, bool(config.get("zero_allow_untested_optimizer")), bool(uses_kernel))
+        # For torch's Adams DeepSpeed has a kernel of its own on the host.
+        is_adam = type(given) in (torch.optim.Adam, torch.optim.AdamW)
+        uses_kernel = bool(is_offloaded and is_adam and config.get("zero_force_ds_cpu_optimizer", True))
+        partitioned = PartitionedOptimizer(given, bool(config.get("zero_allow_untested_optimizer")), uses_kernel)
         # Both have been looked at here.
         config["zero_allow_untested_optimizer"] = True
-        config["zero_force_ds_cpu_optimizer"] = bool(uses_kernel)
+        config["zero_force_ds_cpu_optimizer"] = uses_kernel
         return partitioned
 
     def _initialise(
@@ -152,7 +155,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> ZeroEngine:
         import deepspeed
 
-        quieten()
+        # DeepSpeed tells at INFO, and through its own stream, what Headway's log says already.
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         device = next(iter(model.parameters())).device
         if deepspeed.get_accelerator().device_name() != device.type:
             raise ConfigError(
@@ -179,10 +183,6 @@ class DeepSpeedStrategy(Strategy):
         return self._zero
 
     # ---------------------------------------------------------------- micro-batches
-
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
-        """Gradients add up until they are asked for, whichever micro-batch they are of."""
-        return nullcontext()
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Through the engine, which scales fp16 losses itself."""
@@ -221,19 +221,15 @@ class DeepSpeedStrategy(Strategy):
         """
         if norm_type != 2:
             raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not supported")
-        engine = self._engine()
-        self._check_whole(parameters)
-        return engine.norm()
-
-    def _check_whole(self, parameters: Sequence[torch.Tensor]) -> None:
-        assert self._partitioned is not None
-        learns = {id(p) for p in self._partitioned.parameters()}
-        given = {id(p) for p in parameters}
+        engine, partitioned = self._engine(), self._partitioned
+        assert partitioned is not None
+        learns, given = ({id(p) for p in every} for every in (partitioned.parameters(), parameters))
         if not learns <= given:
             raise UnsupportedError(
                 f"DeepSpeed clips all gradients of the optimizer together, and {len(learns - given)} of its {len(learns)} parameters "
                 "were not passed; use clip_grad_norm_(model.parameters(), ...)"
             )
+        return engine.norm()
 
     def clip(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None

@@ -59,9 +59,13 @@ def join(boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dty
 
 def around(part: torch.Tensor, like: Any) -> torch.Tensor:
     """What this rank holds, as a DTensor that is cut as `like`."""
-    return dtensor.DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed(part, like.device_mesh, like.placements, like.shape, like.stride())
+
+
+def placed(part: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: Any = None) -> torch.Tensor:
+    """What this rank holds of a tensor of that shape, as a DTensor; without a stride, the whole is contiguous."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return dtensor.DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 _PARTS = (
@@ -166,7 +170,7 @@ def total_norm(
     # Where gradients lie on several devices (offloaded ones among them), the sum is made on the CPU.
     device = device if all(key[1] == device for key in alike) else torch.device("cpu")
     is_maximum = math.isinf(norm_type)
-    total = torch.zeros((), dtype=_wide(device), device=device)
+    total = torch.zeros((), dtype=wide(device), device=device)
     for (count, _, kind), parts in alike.items():
         working = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
         norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=working)).to(device, total.dtype)
@@ -185,7 +189,7 @@ def _over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) ->
     return total.reshape(()).pow(1.0 / norm_type)
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def wide(device: torch.device) -> torch.dtype:
     """Squares of large norms do not fit into float32; some devices have nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64
 

@@ -244,6 +244,7 @@ PLACE = "fsdp"
 """What a batch's trail calls the groups of FSDP."""
 
 _GATHER, _SCATTER, _TOTAL = "gather", "scatter", "total"
+_NAMES = {_GATHER: "all-gather", _SCATTER: "reduce-scatter", _TOTAL: "all-reduce"}
 _ROOM = 32  # the pulse's, for the name of an operation
 _OPERATIONS = {"AVG": dist.ReduceOp.AVG, "SUM": dist.ReduceOp.SUM}
 
@@ -263,11 +264,7 @@ class FSDPUnit:
         self._key = key
         self._ledger = everyone.ledger
         self._trail = everyone.runtime.scope.own(CollectiveLog)
-        self._names = {
-            _GATHER: named("all-gather", name),
-            _SCATTER: named("reduce-scatter", name),
-            _TOTAL: named("all-reduce", name),
-        }
+        self._names = {kind: named(operation, name) for kind, operation in _NAMES.items()}
         self._total: LedgerEntry | None = None
 
     def enter(self, kind: str, *how: Any) -> LedgerEntry:
@@ -296,8 +293,7 @@ class FSDPUnit:
 
     def ranks(self, kind: str) -> list[int]:
         """Who takes part in it."""
-        ranks: list[int] = dist.get_process_group_ranks(self._process_group(kind))
-        return ranks
+        return dist.get_process_group_ranks(self._process_group(kind))
 
     def _process_group(self, kind: str) -> Any:
         group = self.group
@@ -326,7 +322,7 @@ class FSDPUnit:
             self.leave(entry)
             return
         output = zeros.new_empty(numel // self._process_group(kind).size())
-        ReduceScatterHook.of(group).run(output, zeros, self._process_group(kind), _OPERATIONS[op])
+        group._reduce_scatter_comm.run(output, zeros, self._process_group(kind), _OPERATIONS[op])
 
 
 class _CommHook:
@@ -357,12 +353,6 @@ class AllGatherHook(_CommHook):
 
 class ReduceScatterHook(_CommHook):
     """The reduction of a unit's gradients, of which each rank gets its part."""
-
-    @staticmethod
-    def of(group: Any) -> "ReduceScatterHook":
-        """The one of this unit."""
-        found: ReduceScatterHook = group._reduce_scatter_comm
-        return found
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
@@ -412,14 +402,6 @@ class CommHooks:
     def unit(self, step: Step) -> FSDPUnit:
         """The unit of an exchange."""
         return self._models[step[2]][1][step[3]]
-
-    def members(self, step: Step) -> list[int]:
-        """The ranks that take part in an exchange, as this rank has it."""
-        return self.unit(step).ranks(step[1])
-
-    def stand_in(self, step: Step) -> None:
-        """Take part in it with nothing of this rank's own."""
-        self.unit(step).stand_in(step[1], step[4:])
 
 
 def named(operation: str, unit: str) -> str:

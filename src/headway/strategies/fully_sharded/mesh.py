@@ -26,20 +26,23 @@ from headway.runtime import process
 from headway.runtime.collective_log import Step
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
-from headway.strategies.context import check as context_check
+from headway.strategies.context import sequences
 from headway.strategies.context.context_parallel import ContextParallel
-from headway.strategies.fully_sharded import dtensors, formats, fsdp_state
+from headway.strategies.fully_sharded import dtensors, units
 from headway.strategies.fully_sharded import fsdp_state as gathered
-from headway.strategies.fully_sharded.units import ShardingUnits, bring_buffers, check_whole, find_units, units_here
-from headway.strategies.fully_sharded.unsupported import LostWrites, SecondOrder, check_hooks, check_optimizer
-from headway.strategies.fully_sharded.usage import ParameterUsage
+from headway.strategies.fully_sharded.checks import (
+    LostWrites,
+    ParameterUsage,
+    SecondOrder,
+    check_hooks,
+    check_optimizer,
+)
 from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
-from headway.strategies.parts import ReplacedParameters, ShardedModels, build_mesh, left
+from headway.strategies.parts import ReplacedParameters, ShardedModels, ShardedStages, build_mesh, left
 from headway.strategies.tensor.experts import distribute_experts
 from headway.strategies.tensor.tensor_parallel import TensorParallel
 
 fsdp = Later("torch.distributed.fsdp")
-
 log = get_logger(__name__)
 
 
@@ -80,10 +83,6 @@ class ShardedModel:
             self.context.release()
 
 
-class ShardedStages(ShardedModels):
-    """Those of a pipeline's stages, which were cut into stages, too."""
-
-
 class MeshStrategy(Strategy):
     """Parameters in parts along the axes of a mesh.
 
@@ -120,14 +119,14 @@ class MeshStrategy(Strategy):
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
-        formats.check_float8(number_format, float8, options, layout.tp, layout.cp)
+        units.check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
         self.is_sharded = layout.replicate * layout.num_shards > 1
         self.name = written(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
         self._options = options
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()
-        context_check.check_options(self._tensor, layout.cp)
+        sequences.check_options(self._tensor, layout.cp)
         self._context = context or TorchContextParallelConfig()
         self._float8 = float8
         self._computes_on = computes_on or collectives.runtime.device.type
@@ -142,7 +141,7 @@ class MeshStrategy(Strategy):
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._prepared: list[ShardedModel] = []
         self._replaced = ReplacedParameters(lambda: self._models)
-        self._comm_hooks = fsdp_state.CommHooks(collectives)
+        self._comm_hooks = gathered.CommHooks(collectives)
         self._num_steps = 0
         self._has_left = False
         collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
@@ -244,8 +243,8 @@ class MeshStrategy(Strategy):
             PrepareError: what cannot be, by name.
         """
         if self.is_sharded:
-            find_units(model, self._options)
-        check_whole(model)
+            units.find_units(model, self._options)
+        units.check_whole(model)
         return AwaitedValues(model, self._all, expected)
 
     def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
@@ -258,34 +257,35 @@ class MeshStrategy(Strategy):
         if not self.is_sharded:
             if missing is not None:
                 missing.fill(model, ())
-            bring_buffers(model, self.everyone.runtime.device)
+            units.bring_buffers(model, self.everyone.runtime.device)
             return
-        num_wrapped = formats.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
-        units = find_units(model, self._options)
-        if units.split:
+        num_wrapped = units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        found = units.find_units(model, self._options)
+        if found.split:
             log.info(
                 "%s share parameters with modules outside them; their submodules that share none are gathered one by one, and the "
                 "shared parameters with the root",
-                ", ".join(units.split),
+                ", ".join(found.split),
             )
-        inner = self._shard(model, units, elsewhere, experts)
+        inner = self._shard(model, found, elsewhere, experts)
         if num_wrapped:
-            formats.scale_before_forward(model)
+            # All scales are computed, in one exchange, as a forward of the sharded model begins.
+            model.register_forward_pre_hook(lambda model, args: units.compute_scales([model]), prepend=True)
         if missing is not None:
             missing.fill(model, inner)
 
     def _shard(
-        self, model: torch.nn.Module, units: ShardingUnits, elsewhere: Container[int] = (), experts: Sequence[Any] = ()
+        self, model: torch.nn.Module, found: units.ShardingUnits, elsewhere: Container[int], experts: Sequence[Any]
     ) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
-        dtypes = formats.choose_formats(chosen, self._number_format, self._computes_on)
+        dtypes = units.choose_formats(chosen, self._number_format, self._computes_on)
         if dtypes.told:
             log.info_once("%s", dtypes.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
-            "ignored_params": {*units.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
+            "ignored_params": {*found.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
         }
         is_held = self.layout.pp > 1
         reshard = False if is_held else chosen.reshard_after_forward
@@ -294,8 +294,8 @@ class MeshStrategy(Strategy):
             among = self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
             fsdp.fully_shard(module, mesh=among, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given)
         given["mesh"] = self._shards
-        modules = units_here(model, units.modules, elsewhere)
-        norms = list(formats.norms_within(modules, dtypes))
+        modules = units.units_here(model, found.modules, elsewhere)
+        norms = list(units.norms_within(modules, dtypes))
         for norm in norms:
             fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
         for unit in (unit for unit in modules if not any(unit is module for module in experts)):
@@ -403,14 +403,15 @@ class MeshStrategy(Strategy):
 
     def members(self, step: Step) -> Sequence[int]:
         """Those along the axis of a unit, or of the group."""
-        return self._comm_hooks.members(step) if step[0] == fsdp_state.PLACE else super().members(step)
+        is_ours = step[0] == gathered.PLACE
+        return self._comm_hooks.unit(step).ranks(step[1]) if is_ours else super().members(step)
 
     def stand_in(self, step: Step) -> None:
         """With this rank's parts, and gradients of zero."""
-        if step[0] == fsdp_state.PLACE:
-            self._comm_hooks.stand_in(step)
-        else:
+        if step[0] != gathered.PLACE:
             super().stand_in(step)
+        else:
+            self._comm_hooks.unit(step).stand_in(step[1], step[4:])
 
     def snapshot(self) -> Any:
         """Which parameters the window has used so far."""
@@ -457,7 +458,7 @@ class MeshStrategy(Strategy):
         """Step on the parts; before the first one, everything has the number format that was promised."""
         if not self._num_steps:
             for each in self._prepared:
-                formats.check_formats(each.model, each.dtypes)
+                units.check_formats(each.model, each.dtypes)
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
             for lost in filter(None, (each.lost_writes for each in self._prepared)):
@@ -466,13 +467,13 @@ class MeshStrategy(Strategy):
             gathered.reshard(model)
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
-            formats.compute_scales(self._models)
+            units.compute_scales(self._models)
         return did_step
 
     def settle(self) -> None:
         """Weights that are gathered in float8 have other scales now."""
         if self._number_format == "fp8":
-            formats.compute_scales(self._models)
+            units.compute_scales(self._models)
 
     # ---------------------------------------------------------------- the end
 

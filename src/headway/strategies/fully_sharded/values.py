@@ -22,6 +22,11 @@ from headway.weights.pieces import inner_tensors, is_dtensor
 log = get_logger(__name__)
 
 
+def same_kind(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Other values in its place: a parameter's as a parameter."""
+    return torch.nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else values
+
+
 def is_without_memory(model: torch.nn.Module) -> bool:
     """Does any tensor of the model lie on the meta device?"""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -120,8 +125,7 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
 
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Be that one, as the same object: the module tree and ties hold it."""
-    if isinstance(tensor, torch.nn.Parameter):
-        other = torch.nn.Parameter(other.detach(), requires_grad=tensor.requires_grad)
+    other = same_kind(tensor, other)
     if not is_dtensor(tensor):
         other.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
@@ -182,24 +186,9 @@ def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torc
     for name, place in places_of(model).items():
         old = given[name] = place.tensor
         if id(old) not in made:
-            empty = torch.empty_like(old, device="meta")
-            made[id(old)] = torch.nn.Parameter(empty, old.requires_grad) if place.is_parameter else empty
+            made[id(old)] = same_kind(old, torch.empty_like(old, device="meta"))
         place.put(made[id(old)])
     return given
-
-
-def spread_values(
-    model: torch.nn.Module, given: dict[str, torch.Tensor], device: torch.device, everyone: Collectives
-) -> None:
-    """Put what `take_values` has taken into all ranks' parts, one tensor at a time, which rank 0 lets go of then."""
-    with torch.no_grad():
-        for name, place in places_of(model).items() if given else ():
-            whole = given.pop(name)
-            if any(whole is other for other in given.values()):
-                continue  # tied: the last of its names brings it
-            whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.detach().to(device)
-            everyone.broadcast_into([whole])
-            dtensors.put_whole(place.tensor.detach(), whole)
 
 
 class AwaitedValues:
@@ -225,18 +214,26 @@ class AwaitedValues:
         everyone.broadcast_into([each for each in tensors if not each.is_meta])
 
     def fill(self, model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int] = ()) -> None:
-        """Once it is spread: memory for what this rank holds, and the values that are not read from files; see `fill`."""
-        device = self._everyone.runtime.device
+        """Once it is spread: memory for what this rank holds, and the values that are not read from files; see `fill`.
+
+        What `take_values` has taken goes into all ranks' parts, one tensor at a time, which rank 0 lets go of then.
+        """
+        device, given = self._everyone.runtime.device, self._given
         if self._is_lacking:
             fill(model, units, device, self._everyone, self._expected, elsewhere)
-        spread_values(model, self._given, device, self._everyone)
+        with torch.no_grad():
+            for name, place in places_of(model).items() if given else ():
+                whole = given.pop(name)
+                if any(whole is other for other in given.values()):
+                    continue  # tied: the last of its names brings it
+                whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.detach().to(device)
+                self._everyone.broadcast_into([whole])
+                dtensors.put_whole(place.tensor.detach(), whole)
 
 
 def _room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """New memory for it, in which what nobody writes will be seen."""
-    room = torch.full(tensor.shape, _unwritten(tensor.dtype), dtype=tensor.dtype, device=device)
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(room, requires_grad=tensor.requires_grad) if is_parameter else room
+    return same_kind(tensor, torch.full(tensor.shape, _unwritten(tensor.dtype), dtype=tensor.dtype, device=device))
 
 
 def _unwritten(dtype: torch.dtype) -> float:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from headway.errors import StateError, UnsupportedError
 from headway.runtime.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
-from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, start, wait
-from headway.strategies.rng import go_on, own_generators
+from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again, go_on, own_generators, start, wait
 
 
 class ReturnedOutputs:
@@ -26,8 +25,7 @@ class ReturnedOutputs:
         grads: what its backward has found for each; None: it has not reached them.
     """
 
-    def __init__(self) -> None:
-        self.grads: tuple[torch.Tensor | None, ...] | None = None
+    grads: tuple[torch.Tensor | None, ...] | None = None
 
 
 class _HandOver(torch.autograd.Function):
@@ -238,12 +236,9 @@ class PlainCalls:
         for number in range(batch.num):
             own = [tensor for tensor in chunk.outputs[number] if tensor.requires_grad]
             rows = own[0].shape[0] if own and own[0].ndim else 0
+            here: Any = slice(first, first + rows) if batch.num > 1 else ...
             chunk.gradients[number] = [
-                torch.zeros_like(part)
-                if tensor.grad is None
-                else tensor.grad[first : first + rows]
-                if batch.num > 1
-                else tensor.grad
+                torch.zeros_like(part) if tensor.grad is None else tensor.grad[here]
                 for tensor, part in zip(learning, own)
             ]
             first += rows

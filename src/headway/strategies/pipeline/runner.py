@@ -1,13 +1,22 @@
-"""Micro-batches through the stages of a pipeline: which go ahead, and which schedule of torch's drives the others.
+"""Micro-batches through the stages of a pipeline: which go ahead, which schedule of torch's drives the others, and what they draw.
 
 What travels between stages is known only once a micro-batch has passed through. So the first one of each shape goes ahead of the
 schedule, one stage after the other, and after each stage all ranks hear what it hands on, or why it failed: what is wrong with a
 model or a loss is an error on all of them. The schedule finds its forward done.
+
+Ranks along a pipeline read the same data, and must go on to draw alike from every stream; what a stage draws is its own, and no other
+stage draws as often. So the generators are put back after a batch, and those that any rank has drawn from move by one number on all.
+In which order micro-batches pass a stage depends on the schedule, and on what has passed before: each begins generators of its own.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +29,8 @@ from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, cut_rows, find_batch_size, slice_bounds
+from headway.runtime.device import Hardware
+from headway.runtime.seed import mix, read_rng_states, write_rng_states
 from headway.strategies.fully_sharded.fsdp_state import seen
 from headway.strategies.pipeline.stage_forward import CallCache, ModuleRouter, signature
 
@@ -176,13 +187,7 @@ class PipelineRunner:
         made = {}
         for stage in sorted(self.route.local):
             weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
-
-            def learning(weights: list[torch.nn.Parameter] = weights) -> Any:
-                return iter(seen(self.model, weights))
-
-            def run(number: int, received: Tree, stage: int = stage) -> Tree:
-                return compute(stage, number, received)
-
+            learning, run = partial(seen, self.model, weights), partial(compute, stage)
             made[stage] = PipelineStage(
                 stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
             )
@@ -320,3 +325,94 @@ def check_loss(found: Any) -> None:
             f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar "
             "tensor that depends on parameters that learn"
         )
+
+
+_GENERATORS = ("python", "numpy", "torch", "device")
+
+
+class StageRNG:
+    """What a batch draws in this rank's stages, and from which generators.
+
+    Args:
+        hardware: where the models compute.
+        common: the generators before the batch, which ranks of a pipeline have alike.
+
+    Attributes:
+        flags: 1 or 0 for each of Python's, NumPy's, torch's and the device's: were numbers drawn from it?
+    """
+
+    def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
+        self.flags = [0.0] * len(_GENERATORS)
+        self._hardware = hardware
+        self._main = "torch" if hardware.kind == "cpu" else "device"
+        # NumPy's stream may be of a kind that is not seeded like this: it goes on from one micro-batch to the next.
+        seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
+        self._seeds = {name: zlib.crc32(_bytes(state)) for name, state in seeded.items()}
+        self._start = common
+
+    def begin(self, stage: int, number: int) -> None:
+        """A stage is about to compute a micro-batch.
+
+        Where models compute, each stage draws from a stream of its own. The others are alike on all stages: on a GPU what a model's
+        forward draws on the host, outside of its blocks, every stage draws.
+
+        Args:
+            stage: its number.
+            number: of the micro-batch; that of what comes after all of them is the number of micro-batches.
+        """
+        self.look()
+        self._start = self._start | {
+            name: self._begun(name, mix(seed, number, stage if name == self._main else 0))
+            for name, seed in self._seeds.items()
+        }
+        write_rng_states({name: self._start[name] for name in self._seeds}, self._hardware)
+
+    def look(self) -> None:
+        """Note which generators were drawn from since the last beginning."""
+        now = read_rng_states(self._hardware)
+        for index, name in enumerate(_GENERATORS):
+            if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
+                self.flags[index] = 1.0
+
+    def _begun(self, name: str, seed: int) -> Any:
+        if name == "python":
+            return random.Random(seed).getstate()
+        if name == "numpy":
+            return sys.modules["numpy"].random.RandomState(seed % (1 << 32)).get_state()
+        return torch.Generator("cpu" if name == "torch" else self._hardware.kind).manual_seed(seed).get_state()
+
+
+@contextmanager
+def own_generators(hardware: Hardware) -> Iterator[StageRNG]:
+    """A block after which all generators are as before."""
+    common = read_rng_states(hardware)
+    told = StageRNG(hardware, common)
+    try:
+        yield told
+    finally:
+        told.look()
+        write_rng_states(common, hardware)
+
+
+def go_on(flags: Sequence[float], device: torch.device) -> None:
+    """Move the common generators by one number each, where any rank has drawn: the next batch must not draw the same.
+
+    Args:
+        flags: of `StageRNG`, alike on all ranks.
+        device: where the models compute.
+    """
+    drawn = {name for name, flag in zip(_GENERATORS, flags) if flag}
+    if "python" in drawn:
+        random.random()
+    if "numpy" in drawn:
+        import numpy
+
+        numpy.random.random()
+    if "torch" in drawn:
+        torch.rand(())
+    if "device" in drawn:
+        torch.rand((), device=device)
+
+
+def _bytes(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)

@@ -1,7 +1,7 @@
 """One stage of a pipeline as torch's schedules drive it.
 
 torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device. Here
-micro-batches may differ in shape: what travels is known from a micro-batch that has gone ahead (`pipe.py`), and each has buffers of
+micro-batches may differ in shape: what travels is known from a micro-batch that has gone ahead (`runner.py`), and each has buffers of
 its own. The order of all computing and sending is torch's; so is backward, split in two for zero bubble.
 
 What stages of a pipeline send each other, one rank to one other: while a rank waits for it, its pulse says so.
@@ -10,7 +10,7 @@ These are no collectives: ranks make different numbers of them, so they are not 
 several transfers in one launch (NCCL), the host does not wait, and nothing is noted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,7 @@ class PipelineStage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup | None,
         owners: Sequence[int],
-        learning: Callable[[], Iterator[torch.nn.Parameter]],
+        learning: Callable[[], Sequence[Any]],
         compute: Callable[[int, Tree], Tree],
     ) -> None:
         super().__init__(torch.nn.Identity(), stage, num_stages, device, group)  # schedules free what FSDP has gathered
@@ -167,9 +167,7 @@ class PipelineStage(_PipelineStageBase):
         self.chunks = num_microbatches
         return ()
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.chunks = num_microbatches
-        return ()
+    _prepare_backward_infra = _prepare_forward_infra
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
@@ -280,8 +278,8 @@ class PipelineStage(_PipelineStageBase):
             if is_used:
                 found = self._backward(outputs, grads, inputs)
         elif is_used and any(tensor.requires_grad for tensor in inputs):
-            found, groups = stage_backward_input(outputs, grads, inputs, self._parameters())
-            self._halves[bwd_chunk_id] = lambda: stage_backward_weight(self._parameters(), groups)
+            found, groups = stage_backward_input(outputs, grads, inputs, iter(self._parameters()))
+            self._halves[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._parameters()), groups)
         elif is_used:
             self._halves[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)
         self._back[bwd_chunk_id] = [

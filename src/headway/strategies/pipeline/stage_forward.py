@@ -317,8 +317,7 @@ class ModuleRouter:
         key = signature((args, kwargs)), (name, torch.is_grad_enabled())
         found = self._shapes.get(key)
         if found is None:
-            meta = torch.device("meta")
-            given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
+            given, named = map_tensors(_shape_of, (args, kwargs))
             try:
                 with torch.no_grad(), _without_values(module):
                     found = module.forward(*given, **named)  # without its hooks, which may exchange values

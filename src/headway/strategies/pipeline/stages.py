@@ -10,6 +10,7 @@ The state of a pipeline's stages for checkpoints: each tensor is whole on the ra
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,23 +54,15 @@ class StageSplit:
 
     def holders(self, model: torch.nn.Module) -> dict[int, frozenset[int]]:
         """By id of each parameter and buffer, the stages that hold it."""
-        found: dict[int, set[int]] = {}
-        for stages, module in self._parts(model):
+        every = frozenset(range(self.num))
+        found = {id(tensor): frozenset[int]() for tensor in (*model.parameters(), *model.buffers())}
+        blocks = ((frozenset((self.stage_of(number),)), block) for number, block in enumerate(self.blocks))
+        sides = ((stages, model.get_submodule(name)) for name, stages in self.sides.items())
+        for stages, module in (*blocks, *sides):
             for tensor in (*module.parameters(), *module.buffers()):
-                found.setdefault(id(tensor), set()).update(stages)
-        every = range(self.num)
-        for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in found:
-                found[id(tensor)] = set(every)
-        for name in self.loose:
-            found[id(_tensor(model, name))] = set(every)
-        return {key: frozenset(stages) for key, stages in found.items()}
-
-    def _parts(self, model: torch.nn.Module) -> Iterator[tuple[frozenset[int], torch.nn.Module]]:
-        for number, block in enumerate(self.blocks):
-            yield frozenset((self.stage_of(number),)), block
-        for name, stages in self.sides.items():
-            yield stages, model.get_submodule(name)
+                found[id(tensor)] |= stages
+        loose = {id(_tensor(model, name)) for name in self.loose}
+        return {key: every if key in loose or not stages else stages for key, stages in found.items()}
 
     def describe(self) -> str:
         """In words, for the log."""
@@ -113,11 +106,7 @@ def _even(num_blocks: int, num_stages: int) -> list[int]:
     """Equally many; what remains goes to the stages in the middle and at the front, since the last one has the head."""
     size, rest = divmod(num_blocks, num_stages)
     order = sorted(range(num_stages), key=lambda stage: (stage == num_stages - 1, stage == 0, stage))
-    sizes = [size + (stage in order[:rest]) for stage in range(num_stages)]
-    bounds = [0]
-    for each in sizes:
-        bounds.append(bounds[-1] + each)
-    return bounds
+    return [0, *accumulate(size + (stage in order[:rest]) for stage in range(num_stages))]
 
 
 def _named_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> list[int]:

@@ -7,7 +7,7 @@ Beside other axes a `MeshStrategy` spreads what this rank's stages hold over the
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,13 @@ from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.strategies.context.context_parallel import ContextParallel
 from headway.strategies.fully_sharded import dtensors, fsdp_state
-from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers
+from headway.strategies.fully_sharded.values import AwaitedValues, check_initialisers, same_kind
 from headway.strategies.parts import ReplacedParameters, ShardedModels, left
 from headway.strategies.pipeline.plain_calls import PlainCalls
-from headway.strategies.pipeline.runner import PipelineRunner, PipelineTask, check_loss
+from headway.strategies.pipeline.runner import PipelineRunner, PipelineTask, check_loss, go_on, own_generators
 from headway.strategies.pipeline.stage_forward import ModuleRouter, is_routed
 from headway.strategies.pipeline.stages import PipelineState, find_stages
 from headway.strategies.replica import average_gradients
-from headway.strategies.rng import go_on, own_generators
 
 if TYPE_CHECKING:
     from headway.strategies.fully_sharded.mesh import MeshStrategy  # brings torch's compiler with it
@@ -130,7 +129,10 @@ class PipelineStrategy(Strategy):
         context = None if self._spread is None else self._spread.split_sequences(model)
         try:
             if parts is None:
-                missing = self._begin(model)
+                if self._spread is None:
+                    missing = AwaitedValues(model, self.everyone, self._expected)
+                else:
+                    missing = self._spread.begin(model, self._expected)
                 parts = self._cut(model, transforms)
                 known.note(model, how, parts)
         except BaseException:
@@ -168,12 +170,6 @@ class PipelineStrategy(Strategy):
                 return calls(bare, args, kwargs, is_shared)
 
         pipe.route.whole = call
-
-    def _begin(self, model: torch.nn.Module) -> AwaitedValues:
-        """Give all ranks rank 0's values, where there are some."""
-        if self._spread is not None:
-            return self._spread.begin(model, self._expected)
-        return AwaitedValues(model, self.everyone, self._expected)
 
     def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[ModuleRouter, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
@@ -219,8 +215,12 @@ class PipelineStrategy(Strategy):
                     key = id(tensor)
                     if key not in made:
                         is_whole = self._spread is None and not tensor.is_meta  # else it is brought part by part
-                        here = self._here(tensor, device) if is_whole else tensor
-                        made[key] = here if rank in owners[key] else _emptied(tensor)
+                        if rank not in owners[key]:
+                            made[key] = same_kind(tensor, torch.empty_like(tensor, device="meta"))
+                        elif is_whole and tensor.device != device:
+                            made[key] = same_kind(tensor, tensor.to(device))
+                        else:
+                            made[key] = tensor
                         if made[key] is not tensor:
                             self._replaced.note([(tensor, made[key])])
                         owners[id(made[key])] = owners[key]
@@ -228,14 +228,6 @@ class PipelineStrategy(Strategy):
                     held[name] = made[key]
                     found[f"{path}.{name}".lstrip(".")] = owners[key]
         return found
-
-    @staticmethod
-    def _here(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if tensor.device == device:
-            return tensor
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
-        return tensor.to(device)
 
     def _share(self, model: torch.nn.Module, state: PipelineState) -> None:
         """Which parameters several ranks hold, and who counts them."""
@@ -322,8 +314,11 @@ class PipelineStrategy(Strategy):
             )
         self._set_aside()
         task, self._task = self._task, None
-        if task is not None:
-            self._rehearse(task)
+        if task is not None and self._context is not None:
+            # How sequences are cut is found by a call of the whole pipeline, which no stage can make in the middle of a schedule.
+            with own_generators(self.everyone.runtime.hardware):
+                for piece in task.pieces:
+                    self._context.rehearse(partial(task.fn, piece))
         with nullcontext() if self._context is None else self._context.recomputing():
             if task is not None:
                 self._run(task, factor, precision)
@@ -332,13 +327,6 @@ class PipelineStrategy(Strategy):
             super().backward(loss, factor, precision, **kwargs)
             if self._calls is not None:
                 self._calls.backward(held, bool(kwargs.get("retain_graph")))
-
-    def _rehearse(self, task: PipelineTask) -> None:
-        """How sequences are cut is found by a call of the whole pipeline, which no stage can make in the middle of a schedule."""
-        if self._context is not None:
-            with own_generators(self.everyone.runtime.hardware):
-                for piece in task.pieces:
-                    self._context.rehearse(partial(task.fn, piece))
 
     def _run(self, task: PipelineTask, factor: float, precision: Precision) -> None:
         pipe = self._pipe
@@ -460,14 +448,9 @@ class PipelineStrategy(Strategy):
         """The piece of it that is here: all or nothing."""
         return parameter if self._state is None else self._state.part_of(parameter)
 
-    @contextmanager
-    def exposed(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """A block in which the optimizer shows the state of all stages."""
-        if self._state is None:
-            yield
-            return
-        with self._state.exposed(optimizer, self._group):
-            yield
+        return nullcontext() if self._state is None else self._state.exposed(optimizer, self._group)
 
     def settle(self) -> None:
         """Optimizers keep the state of what is here."""
@@ -488,11 +471,3 @@ class PipelineStrategy(Strategy):
         self._aside.clear()
         self._replaced.forget()
         self._optimizers.clear()
-
-
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """One without memory, of the same shape."""
-    empty = torch.empty_like(tensor, device="meta")
-    if not isinstance(tensor, torch.nn.Parameter):
-        return empty
-    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)

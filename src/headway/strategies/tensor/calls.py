@@ -15,9 +15,8 @@ import torch
 from headway.common.optional import Later
 from headway.config.parallelism import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import crossings, plans, styles
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG
 from headway.strategies.tensor.plans import ModelSplit
 from headway.strategies.tensor.styles import SEQUENCE_DIM, Colwise, SplitModule, with_first
 
@@ -51,30 +50,24 @@ class LocalParameters:
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Lend; a forward that is given DTensors computes with DTensors."""
-        self.give_back()
+        self.after()
         if any(isinstance(value, tensor.DTensor) for value in (*args, *kwargs.values())):
             return
         for holder in self._modules:
             held: dict[str, Any] = holder._parameters
             for key, value in held.items():
-                if value is not None and is_lendable(value):
-                    is_whole = value.placements[-1].is_replicate()
-                    if not self._only_whole or is_whole:
-                        self._lend(holder, key, value, is_whole)
-
-    def _lend(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
-        local = value.to_local()
-        if is_whole and self._is_partial:
-            local = crossings.spread(local, self._axis)
-        self._lent.append((holder, key, value, local))
-        holder._parameters[key] = local
+                if value is None or not is_lendable(value):
+                    continue
+                is_whole = value.placements[-1].is_replicate()
+                if is_whole or not self._only_whole:
+                    local = value.to_local()
+                    if is_whole and self._is_partial:
+                        local = crossings.spread(local, self._axis)
+                    self._lent.append((holder, key, value, local))
+                    held[key] = local
 
     def after(self, *_: Any) -> None:
-        """Take them back, however the forward has ended."""
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Put the DTensors where they were; what a forward itself has put there stays."""
+        """Put the DTensors where they were, however the forward has ended; what it has put there itself stays."""
         while self._lent:
             holder, key, value, local = self._lent.pop()
             if holder._parameters.get(key) is local:

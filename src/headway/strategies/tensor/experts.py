@@ -19,6 +19,7 @@ from headway.common.optional import Later
 from headway.common.text import listed
 from headway.errors import PrepareError
 from headway.runtime.collective_log import CollectiveLedger
+from headway.strategies.fully_sharded.dtensors import placed
 from headway.strategies.fully_sharded.fsdp_state import named
 from headway.strategies.parts import holders_of
 from headway.strategies.tensor.calls import LocalParameters
@@ -65,9 +66,7 @@ def _place(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.n
         return place_parameter(parameter, (0, 1), axis)
     whole: Any = parameter.detach()
     part = cut(whole.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
-    kept = [tensor.Shard(0), *whole.placements]
-    stride = torch.empty(whole.shape, device="meta").stride()
-    found = tensor.DTensor.from_local(part, both, kept, run_check=False, shape=whole.shape, stride=stride)
+    found = placed(part, both, [tensor.Shard(0), *whole.placements], whole.shape)
     return torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
 
 

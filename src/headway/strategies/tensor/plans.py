@@ -20,6 +20,7 @@ sequence and gives back a part of the sum; norms and dropouts between work on pa
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +29,8 @@ import torch
 
 from headway.config.parallelism import STYLES, TensorParallelOptions, unknown_style
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import styles
-from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG
 from headway.strategies.tensor.styles import BoundaryLayout, Colwise, PartialGradients, Rowwise, SplitModule, SplitStyle
 
 _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
@@ -44,6 +44,12 @@ def is_adapted(module: torch.nn.Module) -> bool:
 def layer_of(module: torch.nn.Module) -> Any:
     """The layer itself, where it has adapters around it."""
     return module.base_layer if is_adapted(module) else module
+
+
+def output_head(model: torch.nn.Module) -> Any:
+    """The layer that makes the logits, as transformers' models tell it; None where they tell of none."""
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
 
 
 def parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
@@ -144,6 +150,17 @@ def fits(pattern: str, name: str) -> bool:
     """Does the pattern name this? `*` stands for one part between dots."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted))
+
+
+def starred(found: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+    """The same with `*` for numbers in names, where all known names that fit have the same value."""
+    made: dict[str, str] = {}
+    patterns = {name: re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in found}
+    fitting = {pattern: {n for n in known if fits(pattern, n)} for pattern in dict.fromkeys(patterns.values())}
+    for name, value in found.items():
+        is_alike = all(found.get(each) == value for each in fitting[patterns[name]])
+        made[patterns[name] if is_alike else name] = value
+    return made
 
 
 def ancestors(name: str) -> Iterator[str]:

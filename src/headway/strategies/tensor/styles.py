@@ -90,10 +90,7 @@ class SplitStyle:
         """Put into the bias's place what a call needs there."""
         if (bias := site.module._parameters.get("bias")) is not None:
             site.held["bias"] = bias
-            local = (
-                bias.to_local() if isinstance(bias, DTensor) else bias
-            )  # which dynamo can tell; attributes it cannot
-            site.module._parameters["bias"] = self.bias_within(local, site.axis)  # type: ignore[assignment]
+            site.module._parameters["bias"] = self.bias_within(_local(bias), site.axis)  # type: ignore[assignment]
 
     def bias_within(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
         """What a call needs of a bias that is not cut."""
@@ -107,6 +104,10 @@ class SplitStyle:
     def leave(self, site: SplitModule, output: Any) -> Any:
         """The output of the module."""
         return output
+
+
+def _local(bias: torch.Tensor) -> torch.Tensor:
+    return bias.to_local() if isinstance(bias, DTensor) else bias  # which dynamo can tell; attributes it cannot
 
 
 def with_first(
@@ -226,7 +227,7 @@ class Rowwise(SplitStyle):
         bias = site.module._parameters.get("bias")
         if bias is None:
             return output
-        local = bias.to_local() if isinstance(bias, DTensor) else bias  # which dynamo can tell; attributes it cannot
+        local = _local(bias)
         if site.crossing is not BoundaryLayout.PLAIN:
             local = crossings.spread(local, site.axis)
         return output + local.to(output.dtype)

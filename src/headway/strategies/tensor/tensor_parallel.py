@@ -23,10 +23,9 @@ from headway.errors import ConfigError, PrepareError
 from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.parts import holders_of
-from headway.strategies.rng import SplitRNG
 from headway.strategies.tensor import automatic, calls, plans, styles
 from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
-from headway.strategies.tensor.crossings import SplitAxis, cut_packed
+from headway.strategies.tensor.crossings import SplitAxis, SplitRNG, cut_packed
 from headway.strategies.tensor.plans import AdaptedCall, ModelSplit, SequenceRegion
 from headway.strategies.tensor.styles import SplitModule
 from headway.weights.pieces import is_dtensor
@@ -63,7 +62,16 @@ def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> boo
     rows = everyone.gather_numbers([float(len(odd)), float(has_any)])
     counts = [int(row[0]) for row in rows]
     if any(counts):
-        _raise(everyone.gather_objects(odd[:_NUM_NAMES]), counts)
+        names = everyone.gather_objects(odd[:_NUM_NAMES])
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        first = ranks[0]
+        more = " and others" if counts[first] > len(names[first]) else ""
+        raise PrepareError(
+            f"the gradients of {counts[first]} parameters that the tensor-parallel plan leaves whole differ between ranks "
+            f"{', '.join(map(str, ranks))}: {', '.join(names[first])}{more}. They act on activations that are split. Give their "
+            'modules the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something '
+            "before them draws different random numbers on each rank, or the ranks of a group read different batches"
+        )
     return any(row[1] for row in rows)  # a whole stage of a pipeline may be frozen
 
 
@@ -78,21 +86,9 @@ def _differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[s
     return [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
 
 
-def _raise(names: list[list[str]], counts: list[int]) -> None:
-    ranks = [rank for rank, count in enumerate(counts) if count]
-    first = ranks[0]
-    more = " and others" if counts[first] > len(names[first]) else ""
-    raise PrepareError(
-        f"the gradients of {counts[first]} parameters that the tensor-parallel plan leaves whole differ between ranks "
-        f"{', '.join(map(str, ranks))}: {', '.join(names[first])}{more}. They act on activations that are split. Give their modules "
-        'the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something before them '
-        "draws different random numbers on each rank, or the ranks of a group read different batches"
-    )
-
-
 def _digest(grad: torch.Tensor) -> torch.Tensor:
     """Its norm and one projection, in blocks: whole and in float64, an embedding's would take many times the gradient's memory."""
-    flat, wide = grad.reshape(-1), torch.float32 if grad.device.type == "mps" else torch.float64
+    flat, wide = grad.reshape(-1), dtensors.wide(grad.device)
     sums = torch.zeros(2, device=flat.device, dtype=wide)
     for start in range(0, flat.numel(), _BLOCK):
         part = flat[start : start + _BLOCK].to(wide)
@@ -162,7 +158,7 @@ class TensorParallel:
     def leave(self) -> None:
         """The model's forward was left before its end."""
         for each in reversed(self._lent):
-            each.give_back()
+            each.after()
 
     def release(self) -> None:
         """Undo that."""
@@ -232,10 +228,7 @@ class TensorParallel:
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
         shape = torch.Size((*output.shape[:-1], styles.num_outputs(module)))
-        return tensor.DTensor.from_local(
-            output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], run_check=False, shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )  # fmt: skip
+        return dtensors.placed(output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], shape)
 
 
 def _complete(parameter: Any) -> None:
@@ -267,8 +260,7 @@ def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
     gathered = [
         site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
     ]
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    own = ask() if callable(ask) else None
+    own = plans.output_head(model)
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
         raise ConfigError(
@@ -379,9 +371,8 @@ def place_parameter(
         dim, factor = where
         local = cut_packed(local, axis, dim, factor)
         placement = placements._StridedShard(dim, split_factor=factor) if factor > 1 else tensor.Shard(dim)
-    shape = parameter.shape
-    stride = parameter.stride() if where is None else torch.empty(shape, device="meta").stride()
-    found = tensor.DTensor.from_local(local, axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    stride = parameter.stride() if where is None else None
+    found = dtensors.placed(local, axis.mesh, [placement], parameter.shape, stride)
     placed = torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     return placed

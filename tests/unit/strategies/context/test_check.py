@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.errors import UnsupportedError
-from headway.strategies.context import check as context_check
+from headway.strategies.context import sequences as context_check
 from headway.strategies.context.context_parallel import PartialOutput
 
 

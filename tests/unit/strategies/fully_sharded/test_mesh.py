@@ -9,7 +9,7 @@ from headway.config.mesh import Layout
 from headway.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.strategies.build import _check_replayed
-from headway.strategies.context.check import check_options
+from headway.strategies.context.sequences import check_options
 from headway.strategies.fully_sharded.units import bring_buffers
 from headway.strategies.tensor import tensor_parallel as agreement
 from headway.strategies.tensor.crossings import SplitAxis

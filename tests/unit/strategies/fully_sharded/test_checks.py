@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from headway.errors import UnsupportedError
-from headway.strategies.fully_sharded.unsupported import check_optimizer
+from headway.strategies.fully_sharded.checks import check_optimizer
 
 
 def test_what_works_on_parts_passes():

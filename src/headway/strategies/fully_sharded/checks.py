@@ -1,4 +1,4 @@
-"""What sharded parameters cannot do: refused by the names of parameters, optimizers and hooks, instead of lost without a word.
+"""What sharded parameters cannot do, and what is watched while they train: refused by names, instead of lost without a word.
 
 Hooks and writes that a sharded layout would lose without a word: they are refused, by the parameters' names.
 
@@ -17,11 +17,18 @@ A backward through a sharded model through which another one has gone before: a 
 have no hooks and read whole parameters, and others have the hooks that free a unit and reduce its gradients. On an accelerator,
 whose nodes autograd runs in a thread of their own, those come before the unit's last gradient. So the backward that follows begins
 with all units gathered, and reduces when it has ended.
+
+Which sharded parameters took part in an update's losses, on any rank.
+
+FSDP sums zeros for a parameter that one rank did not use, so that all ranks send the same. But one that nobody used must have no
+gradient, as on one process, or weight decay and momentum would act on it. So ranks tell each other what they used: at the first
+update; and at each one, where the first has shown parameters that some rank did not use, or the options say that they change.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +37,12 @@ from torch.utils._pytree import tree_leaves
 from headway.common.text import listed
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import dtensors
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.weights.pieces import is_dtensor
+
+log = get_logger(__name__)
 
 _AFTERWARDS = (
     "parameter.register_post_accumulate_grad_hook(fn) after prepare(), which finds this rank's part of the reduced gradient in "
@@ -84,38 +94,34 @@ class LostWrites:
             for name, part, memory, held in self._parts
             if _memory(part) != memory and id(dtensors.local(part)) == held
         ]
-        if assigned:
-            self._refuse(
-                assigned,
-                "were given other values by `parameter.data = tensor` after prepare(), which changes nothing in a sharded "
-                "parameter. Change them in place (parameter.data.mul_(0.5), torch.nn.init ...), or assign before prepare()",
-            )
+        self._refuse(
+            assigned,
+            "were given other values by `parameter.data = tensor` after prepare(), which changes nothing in a sharded "
+            "parameter. Change them in place (parameter.data.mul_(0.5), torch.nn.init ...), or assign before prepare()",
+        )
         records = list(gathered.records(self._model))
         names = {id(part): name for name, part, _, _ in self._parts}
         hooked = [record for record in records if record.sharded_param._backward_hooks]
-        if hooked:
-            self._refuse(
-                _named(hooked, names),
-                "have hooks made by Tensor.register_hook, which autograd never runs there: it sees gathered copies. Use "
-                f"{_AFTERWARDS}",
-            )
+        self._refuse(
+            [names.get(id(record.sharded_param), "?") for record in hooked],
+            f"have hooks made by Tensor.register_hook, which autograd never runs there: it sees gathered copies. Use {_AFTERWARDS}",
+        )
         written = [record for record in records if getattr(gathered.whole_parameter(record), "_version", 0)]
-        if written:
-            self._refuse(
-                _named(written, names),
-                "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()): only copies "
-                "were. Change them after a backward or before the first forward",
-            )
+        self._refuse(
+            [names.get(id(record.sharded_param), "?") for record in written],
+            "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()): only copies "
+            "were. Change them after a backward or before the first forward",
+        )
         changed = [name for name, old, state in self._old if (p := old()) is not None and _state(p) != state]
-        if changed:
-            self._refuse(
-                changed,
-                "were used or changed through tensors from before prepare(), in whose place stand others now. Take them from the "
-                "prepared model: model.parameters(), model.layer.weight",
-            )
+        self._refuse(
+            changed,
+            "were used or changed through tensors from before prepare(), in whose place stand others now. Take them from the "
+            "prepared model: model.parameters(), model.layer.weight",
+        )
 
     def _refuse(self, names: list[str], what: str) -> None:
-        raise StateError(f"{_several(names)} of {self._name}, which is sharded, {what}")
+        if names:
+            raise StateError(f"{_several(names)} of {self._name}, which is sharded, {what}")
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -129,10 +135,6 @@ def _state(tensor: torch.Tensor) -> tuple[int, int, bool]:
     return _memory(tensor), tensor._version, tensor.grad is None
 
 
-def _named(records: Iterable[object], names: dict[int, str]) -> list[str]:
-    return [names.get(id(record.sharded_param), "?") for record in records]  # type: ignore[attr-defined]
-
-
 def _several(names: list[str]) -> str:
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
     return f"{count} ({listed(names)})"
@@ -141,16 +143,14 @@ def _several(names: list[str]) -> str:
 _ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
 _WHOLE_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
 _UNSHARDED_STATE = f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}"
+_ONE_PROCESS = "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW"
 _REFUSED = {
     ("torch", "Adafactor"): _WHOLE_MATRICES,
     ("transformers", "Adafactor"): _WHOLE_MATRICES,
     ("torch", "Rprop"): f"it changes elements of gradients by a mask, which shards do not support; {_ELEMENTWISE}",
     ("torch", "SparseAdam"): f"it needs sparse gradients, and shards have none; {_ELEMENTWISE}",
     **dict.fromkeys((("torchao", name) for name in ("AdamW4bit", "Adam4bit", "AdamWFp8", "AdamFp8")), _UNSHARDED_STATE),
-    (
-        "torchao",
-        "CPUOffloadOptimizer",
-    ): "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW",
+    ("torchao", "CPUOffloadOptimizer"): _ONE_PROCESS,
 }
 _NEVER_FUSED = ("SGD", "Adagrad")
 """Those whose fused step torch has for whole tensors only; Adam's and AdamW's know DTensors."""
@@ -174,9 +174,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
         if reason is not None:
             raise UnsupportedError(f"{type(optimizer).__name__} cannot train a sharded model: {reason}")
-
-
-log = get_logger(__name__)
 
 
 class SecondOrder:
@@ -219,3 +216,112 @@ class SecondOrder:
     def release(self) -> None:
         """Look no longer."""
         self._hook.remove()
+
+
+_NUM_NAMES = 3
+
+
+class ParameterUsage:
+    """What the losses since a model's last update have used, here.
+
+    Args:
+        model: sharded.
+        everyone: all ranks.
+        changes: from update to update, other parameters take part.
+    """
+
+    def __init__(self, model: torch.nn.Module, everyone: Collectives, changes: bool) -> None:
+        self._records = list(gathered.records(model))
+        self._everyone = everyone
+        self._asks = changes
+        self._is_known = False
+        self._is_settled = True
+        self._hooks: dict[int, Any] = {}
+        self._used: set[int] = set()
+        self._fired: list[int] = []
+
+    def watch(self) -> None:
+        """Before a backward: note which whole parameters get a gradient."""
+        if self._is_settled:
+            # What an earlier backward has left (several, before one update) was used.
+            self._used.clear()
+            self._used.update(id(r) for r in self._records if r.sharded_param.grad is not None)
+            self._fired.clear()
+            self._is_settled = False
+        if len(self._hooks) < len(self._records):
+            for record in self._records:
+                whole = gathered.whole_parameter(record)
+                if id(record) not in self._hooks and whole is not None and whole.requires_grad:
+                    note = partial(_note, self._used, self._fired, id(record))
+                    self._hooks[id(record)] = whole.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def go_on(self) -> None:
+        """A further backward belongs to the same window."""
+        self._is_settled = False
+
+    def forget(self) -> None:
+        """The window failed: what it has used says nothing."""
+        self._is_settled = True
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a batch back."""
+        return self._is_settled, self._asks, self._is_known, set(self._used), list(self._fired)
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, which stays good."""
+        self._is_settled, self._asks, self._is_known, used, fired = snapshot
+        self._used.clear()
+        self._used.update(used)
+        self._fired[:] = fired
+
+    def settle(self) -> None:
+        """After a window's last backward: parameters that no rank used have no gradient.
+
+        Raises:
+            StateError: others than at the first update took no part, on some rank; all ranks raise it.
+        """
+        if self._is_settled or not self._fired:
+            return
+        self._is_settled = True
+        found = [record for record in self._records if record.sharded_param.requires_grad]
+        if self._asks or not self._is_known:
+            self._agree(found)
+            return
+        unused = [record for record in found if id(record) not in self._used]
+        # What one rank alone sees is said on all of them: the others would wait for it in the next exchange.
+        counts = [int(row[0]) for row in self._everyone.gather_numbers([float(len(unused))])]
+        if not any(counts):
+            return
+        told = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
+        said = "; ".join(
+            f"{count} on rank {rank} ({', '.join(names)}{', ...' if count > len(names) else ''})"
+            for rank, (count, names) in enumerate(zip(counts, told))
+            if count
+        )
+        raise StateError(
+            f"parameters that took part in the first update's losses took no part in this one's: {said}. If the parameters in use "
+            "change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
+        )
+
+    def _agree(self, found: list[Any]) -> None:
+        flags = torch.tensor([float(id(record) in self._used) for record in found])
+        self._everyone.sum_in_place([flags])
+        counts = flags.tolist()
+        for record, count in zip(found, counts):
+            if not count:
+                record.sharded_param.grad = None
+        # Where every rank used everything, it will go on doing so.
+        self._asks = self._asks or any(count < self._everyone.world_size for count in counts)
+        self._is_known = True
+
+    def release(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+
+def _note(used: set[int], fired: list[int], key: int, parameter: torch.Tensor) -> None:
+    """A gradient has come. No method: hooks live as long as parameters, and must not hold the rest."""
+    used.add(key)
+    if not fired:
+        fired.append(key)
