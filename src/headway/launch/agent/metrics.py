@@ -259,10 +259,3 @@ class MetricsServer:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def serve(
-    port: int | None, pulses: Callable[[], Mapping[int, Path]], restarts: Callable[[], int]
-) -> MetricsServer | None:
-    """Serve a run's numbers, where a port is given; arguments as for `RunMetrics`."""
-    return None if port is None else MetricsServer(port, RunMetrics(pulses, restarts))
