@@ -1,7 +1,7 @@
 """The process that keeps one machine's workers: torch's elastic agent, a store on a free port, a failure report.
 
 Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. It is a process of its own: of the
-launcher's files only this one, rank_files.py and rendezvous.py import torch.
+launcher's files only this one, processes.py and rendezvous.py import torch.
 """
 
 import contextlib
@@ -34,9 +34,16 @@ from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchErro
 from headway.launch.agent import endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
+from headway.launch.agent.processes import (
+    DEADLY,
+    RankFiles,
+    SharedMemory,
+    code_of,
+    end_sessions,
+    ignore,
+    kill_when_stuck,
+)
 from headway.launch.agent.records import PreemptedRun, find_preempted
-from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.machine import MemoryWatch
 from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
@@ -78,15 +85,14 @@ class Agent(LocalElasticAgent):
         self._has_ended_attempt = False
         self._attempt = 0
         self.handed_on: signal.Signals | None = None
+        host = rendezvous.host_of(order)
         if order.num_machines > 1:
-            address = own_address(rendezvous.host_of(order)) or ""
+            address = own_address(host) or ""
             self._peers = PeerMachines(
                 order.machine_rank, address, order.machine_timeout, self._lost_a_machine, order.unit
             )
         self._seal = seal
-        self._exchange = AgentChannel(
-            order.machine_rank, order.num_machines, rendezvous.host_of(order), seal, order.unit
-        )
+        self._exchange = AgentChannel(order.machine_rank, order.num_machines, host, seal, order.unit)
         self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
@@ -396,9 +402,12 @@ class Agent(LocalElasticAgent):
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
         return endings.FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(self, report: endings.Report) -> None:
-        if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
-            report.write(Path(self._order.log_dir) / "failure.json")
+    def _keep(self, report: endings.Report) -> bool:
+        """Write failure.json, where there is a failure and a folder for it; says whether."""
+        if self._order.log_dir is None or isinstance(report, PreemptedRun):
+            return False
+        report.write(Path(self._order.log_dir) / "failure.json")
+        return True
 
     def finish(self, has_failed: bool) -> int:
         """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
@@ -408,21 +417,17 @@ class Agent(LocalElasticAgent):
             self.report = endings.RunEnded(
                 "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
             )
-        if self.report is None:
-            self.exit_code = 0
+        report = self.report
+        self.exit_code = 0 if report is None else report.exit_code
+        if report is None or isinstance(report, PreemptedRun):
             self.leave()
-            return 0
-        self.exit_code = self.report.exit_code
-        if isinstance(self.report, PreemptedRun):
-            self.leave()
-            _say(self.report.text())
-            return self.report.exit_code
-        self.leave(self.report.headline(), self.report.exit_code)
-        _say(self.report.text())
-        self._keep(self.report)
-        if self._order.log_dir is not None:
-            _say(f"headway: logs and failure.json are in {self._order.log_dir}")
-        return self.report.exit_code
+        else:
+            self.leave(report.headline(), report.exit_code)
+        if report is not None:
+            _say(report.text())
+            if self._keep(report):
+                _say(f"headway: logs and failure.json are in {self._order.log_dir}")
+        return self.exit_code
 
 
 def _say(text: str) -> None:
