@@ -21,7 +21,8 @@ from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, s
 from headway.common import env
 from headway.common.text import format_bytes
 from headway.config.load import Resolved
-from headway.launch import machine, network
+from headway.launch import machine
+from headway.runtime import network
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096

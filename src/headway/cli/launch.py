@@ -251,8 +251,9 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, network, plan, run
+    from headway.launch import clusters, machine, plan, run
     from headway.launch.plan import Program
+    from headway.runtime import network
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)

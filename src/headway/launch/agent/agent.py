@@ -45,13 +45,13 @@ from headway.launch.agent.processes import (
 )
 from headway.launch.agent.records import PreemptedRun, find_preempted
 from headway.launch.machine import MemoryWatch
-from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import GRACE as HANG_GRACE
 from headway.launch.watch.hang_watch import HangWatch, Worker
 from headway.log import silence_elastic
 from headway.runtime import pulse
 from headway.runtime.control_plane.store import SealedStore
+from headway.runtime.network import own_address, wait_for_name
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from headway.common.sealing import Seal
 from headway.common.untrusted import plain
-from headway.runtime.control_plane.listening import listen
+from headway.runtime.network import listen
 
 BEAT = 1.0
 """Seconds between signs of life."""

@@ -21,9 +21,9 @@ from headway.common.sealing import Seal
 from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import run_setting
 from headway.errors import LaunchError
-from headway.launch.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
 from headway.runtime.control_plane.store import SealedStore, serve
+from headway.runtime.network import free_port, interface_of, own_address
 
 T = TypeVar("T")
 

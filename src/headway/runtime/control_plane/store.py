@@ -32,7 +32,7 @@ from headway.common.text import listed
 from headway.common.untrusted import parse_json, plain, printable, shown
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
-from headway.runtime.control_plane.listening import listen
+from headway.runtime.network import listen
 
 
 class SealedStore:
