@@ -290,7 +290,7 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     if not _starts_several(resolved, environment):
         given = {**given, "num_processes": 2, "cpu": True}
     more = {"module": True, "no_python": None, "quiet": True}
-    start("headway.cli.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
+    start("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
 def _run(resolved: Resolved) -> CheckedRun:

@@ -1,4 +1,4 @@
-"""`headway launch`: start a script on one process or on many, on one machine or on several.
+"""`headway launch`: start a script on one process or on many, on one machine or on several; `headway test`: start the self-check.
 
 Launcher flags typed after the script, which go to the script: found, and answered with what to type.
 
@@ -374,3 +374,30 @@ command = LaunchCommand(
     aliases={name: now for name, now in EARLIER_NAMES.items() if name not in _VALUES},
     context_settings={"allow_interspersed_args": False},
 )
+
+
+_ABOUT_TEST = """Check this set-up: start Headway's self-check as `headway launch` would start a script with the same flags.
+
+It compares data order, gradients, collectives, RNG states and metrics of the real run with what one process computes,
+says what it checked and how long it took, and exits 0 only if all is right.
+"""
+
+_EPILOG_TEST = examples(
+    "headway test                            as `headway launch` would run here",
+    "headway test -n 2 --cpu                 two processes on the CPU",
+    "headway test --strategy fsdp            a sharded layout",
+    "headway test --config_file my.yaml      the settings of a file",
+)
+
+
+def _test(config_file: str | None, dry_run: bool, **given: Any) -> None:
+    more = {"module": True, "no_python": None}
+    start("headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, **more})
+
+
+_TEST_PARAMS = [
+    *(each for each in setting_options() if each.name not in ("module", "no_python")),
+    CONFIG_FILE,
+    option("--dry_run", None, "Configuration", "Print the command, and start nothing."),
+]
+test = GroupedCommand("test", callback=_test, params=_TEST_PARAMS, help=_ABOUT_TEST, epilog=_EPILOG_TEST)

@@ -11,20 +11,23 @@ from headway.common import env
 from headway.common.untrusted import plain
 from headway.errors import ConfigError, HeadwayError
 
-# Name, module, and the line of `headway --help`, so that the help imports none of them.
+# Name, place, and the line of `headway --help`, so that the help imports none of them.
 _COMMANDS = {
-    "launch": ("headway.cli.launch", "Start a script on one process or on many."),
-    "test": ("headway.cli.test", "Check a set-up: a real run compared with one process."),
-    "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
-    "inspect": ("headway.cli.inspect", "Print what a checkpoint holds."),
-    "merge": ("headway.cli.merge", "Write a checkpoint's weights as plain safetensors."),
-    "estimate": ("headway.cli.estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
-    "plan": ("headway.cli.plan", "Compare layouts on any number of ranks: memory, traffic, time."),
-    "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
-    "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
-    "compat": ("headway.cli.compat", "Show which Accelerate names work, in general or in a script."),
-    "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
-    "completion": ("headway.cli.completion", "Print the script that completes commands and flags in your shell."),
+    "launch": ("headway.cli.launch:command", "Start a script on one process or on many."),
+    "test": ("headway.cli.launch:test", "Check a set-up: a real run compared with one process."),
+    "config": ("headway.cli.config:command", "Write, show or import the settings that `launch` starts from."),
+    "inspect": ("headway.cli.checkpoints:inspect", "Print what a checkpoint holds."),
+    "merge": ("headway.cli.checkpoints:merge", "Write a checkpoint's weights as plain safetensors."),
+    "estimate": ("headway.cli.estimate:command", "Estimate a model's memory, here or on a GPU, and its speed."),
+    "plan": ("headway.cli.plan:command", "Compare layouts on any number of ranks: memory, traffic, time."),
+    "doctor": ("headway.cli.doctor:command", "Look for what keeps a run from starting, or slows it down."),
+    "report": ("headway.cli.report:command", "Draw runs on one page: loss, speed, memory, what happened."),
+    "compat": ("headway.cli.compat:command", "Show which Accelerate names work, in general or in a script."),
+    "env": ("headway.cli.env:command", "Print versions, hardware and configuration, for bug reports."),
+    "completion": (
+        "headway.cli.completion:command",
+        "Print the script that completes commands and flags in your shell.",
+    ),
 }
 
 _ABOUT = """Run your own PyTorch training loop on any hardware.
@@ -56,7 +59,8 @@ class LazyGroup(click.Group):
         entry = _COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command = import_module(entry[0]).command
+        module, _, name = entry[0].partition(":")
+        command = getattr(import_module(module), name)
         assert isinstance(command, click.Command)
         return command
 

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from headway.cli import options
-from headway.cli.progress import show_progress
 from headway.common.text import format_bytes, format_number, parse_bytes
 from headway.config.engines import ActivationCheckpointing
 from headway.config.mesh import parse
@@ -43,7 +42,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
     cluster = ClusterRates(
         given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
     )
-    show_progress()
+    options.show_progress()
     maker(given["optimizer"])  # what is wrong for every layout is an error, no row
     planned = partial(
         plan,

@@ -10,7 +10,6 @@ import transformers
 from headway import infer_auto_device_map
 from headway.cli import estimate as command
 from headway.cli import main
-from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.common.text import parse_bytes
 from headway.errors import DeviceMapError
 from headway.offload.placement import budget
@@ -297,7 +296,7 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
         "activation_checkpointing",
         "help_all",
     }
-    assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
+    assert {each.name for each in command.command.params} == own | others | command.NOT_FOR_RANKING.keys()
 
 
 @pytest.mark.matrix
