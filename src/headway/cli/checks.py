@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.accelerator import Accelerator
-from headway.cli.doctor import Finding
+from headway.cli.doctor import Finding, graded
 from headway.common import env
 from headway.config.run import DataLoaderConfiguration
 from headway.runtime.collectives.ranks import synchronize_rng_states
@@ -105,9 +105,8 @@ def _versions(place: RankLocation) -> str:
 def _clocks(places: Sequence[RankLocation]) -> Finding:
     early, late = (pick(places, key=lambda place: place.clock) for pick in (min, max))
     apart = late.clock - early.clock
-    said = f"clocks are at most {apart:.2f} s apart (read right after a barrier)"
     if apart < _APART:
-        return Finding("ok", said)
+        return Finding("ok", f"clocks are at most {apart:.2f} s apart (read right after a barrier)")
     said = f"the clocks of {early.host} and {late.host} are {apart:.1f} s apart"
     return Finding("note", said, "run NTP (chrony): times in logs and the order of failures mislead otherwise")
 
@@ -133,24 +132,17 @@ def judge(latency: float, rate: float, places: Sequence[RankLocation]) -> Iterat
     """Whether the measured way is good, and what may be wrong with it."""
     between = "machines" if len({place.host for place in places}) > 1 else "processes"
     way = f" over {places[0].interface}" if places[0].interface else ""
-    late = latency > _FAR
     if between == "machines":
         hint = "another interface may be nearer (name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME), or the hosts are far apart"
     else:
         hint = "more processes than free cores: give fewer with -n, or fewer threads with --num_cpu_threads_per_process"
-    yield Finding(
-        "note" if late else "ok", f"an all-reduce of one number takes {latency:.2f} ms{way}", hint if late else ""
-    )
-    slow = rate < _SLOW
+    yield graded(latency <= _FAR, f"an all-reduce of one number takes {latency:.2f} ms{way}", hint)
     if between == "machines":
         hint = (
             "as on a link of 1 Gbit/s or less: name a faster interface in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs), look "
             "for a lossy cable (`ip -s link`), and compress or accumulate gradients"
         )
-    size = _LARGE * 4 // 2**20
-    yield Finding(
-        "note" if slow else "ok", f"an all-reduce of {size} MiB runs at {rate:.0f} MB/s{way}", hint if slow else ""
-    )
+    yield graded(rate >= _SLOW, f"an all-reduce of {_LARGE * 4 // 2**20} MiB runs at {rate:.0f} MB/s{way}", hint)
 
 
 def check_fabric(num_bad: int) -> bool:
