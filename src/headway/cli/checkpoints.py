@@ -22,8 +22,17 @@ from headway.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_FORMATS = ("safetensors", "dcp")
-_PATH = click.Path(path_type=Path)
+_WEIGHTS = (
+    "*.distcp",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Names of files of weights."""
+_CUT = "Cut into files of at most this size."
+_AS = "safetensors, or dcp (torch.distributed.checkpoint)."
+_BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT."
 
 
 @click.command(
@@ -105,30 +114,10 @@ def summary(manifest: Manifest) -> list[str]:
         click.Argument(["checkpoint"], type=PLACE),
         click.Argument(["output"], type=PLACE),
         option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
-        option(
-            "--max_shard_size",
-            "SIZE",
-            "Output",
-            "Cut into files of at most this size.",
-            default="10GB",
-            show_default=True,
-        ),
+        option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
         option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
-        option(
-            "--to",
-            "FORMAT",
-            "Output",
-            "safetensors, or dcp (torch.distributed.checkpoint).",
-            _FORMATS,
-            default="safetensors",
-        ),
-        option(
-            "--config",
-            "FOLDER",
-            "Output",
-            "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT.",
-            _PATH,
-        ),
+        option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
+        option("--config", "FOLDER", "Output", _BESIDE, click.Path(path_type=Path)),
     ],
     help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
     "model.safetensors, or as shards with an index.",
@@ -188,15 +177,8 @@ def check_output(output: Path, may_overwrite: bool) -> None:
         raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")
     if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
-    patterns = (
-        "*.distcp",
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "pytorch_model*.bin",
-        "pytorch_model.bin.index.json",
-    )
     found = output if os.path.isdir(output) else None  # else it is made, or cannot be
-    present = sorted(path.name for pattern in patterns for path in (found.glob(pattern) if found else ()))
+    present = sorted(path.name for pattern in _WEIGHTS for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:
         raise ConfigError(
             f"OUTPUT {output} holds weights already ({', '.join(present[:3])}); give another folder, or --overwrite to replace them"

@@ -263,25 +263,15 @@ def _subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) 
     return GroupedCommand(name, callback=callback, params=list(params), help=help_)
 
 
+_DEFAULT = "Write a file without asking. It leaves everything to detection."
+_UPDATE = "Bring a file up to date. Settings that no longer exist are removed and named."
+_SHOW = "Print settings with their origin. Those that nobody has set have their default."
+_IMPORT = "Translate Accelerate's config file. What each key became is printed."
 _SUBCOMMANDS = [
-    _subcommand(
-        "default",
-        _default,
-        "Write a file without asking. It leaves everything to detection.",
-        *(_FILE, _PRECISION, _FORCE),
-    ),
-    _subcommand(
-        "update", _update, "Bring a file up to date. Settings that no longer exist are removed and named.", _FILE
-    ),
-    _subcommand(
-        "show", _show, "Print settings with their origin. Those that nobody has set have their default.", _FILE, JSON
-    ),
-    _subcommand(
-        "import",
-        _import,
-        "Translate Accelerate's config file. What each key became is printed.",
-        *(_FOREIGN, _FILE, _FORCE),
-    ),
+    _subcommand("default", _default, _DEFAULT, _FILE, _PRECISION, _FORCE),
+    _subcommand("update", _update, _UPDATE, _FILE),
+    _subcommand("show", _show, _SHOW, _FILE, JSON),
+    _subcommand("import", _import, _IMPORT, _FOREIGN, _FILE, _FORCE),
 ]
 
 

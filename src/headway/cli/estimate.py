@@ -245,6 +245,10 @@ _HERE = (
     "Forecast training on this GPU: h100, rtx-4090 ...; this: the machine's own; a product's name, as nvidia-smi prints it; or "
     "48GiB: some GPU with that memory."
 )
+_ATTENTION = "The model's attention.  [default: the model's]"
+_TASK = f"The model's head: {', '.join(TASKS)}.  [default: the config's]"
+_LORA = "Train PEFT's LoRA of this rank; the model itself is frozen."
+_LOOP = f"What holds memory between the calls: {', '.join(LOOPS)}.  [default: plain]"
 _RUN = "FOLDER is your training script, which is given ARGS."
 _PLACED = (
     "Place the model in this dtype, or train its weights in it; int4 with --lora is QLoRA.  "
@@ -268,33 +272,10 @@ command = GroupedCommand(
         model_option("mixed_precision", "Training"),
         model_option("activation_checkpointing", "Training"),
         option("--gradient_accumulation_steps", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE),
-        option(
-            "--attention",
-            "eager|sdpa",
-            "Training",
-            "The model's attention.  [default: the model's]",
-            ("eager", "sdpa"),
-            is_rare=True,
-        ),
-        option(
-            "--task",
-            "NAME",
-            "Training",
-            f"The model's head: {', '.join(TASKS)}.  [default: the config's]",
-            tuple(TASKS),
-            is_rare=True,
-        ),
-        option(
-            "--lora", "r=N", "Training", "Train PEFT's LoRA of this rank; the model itself is frozen.", is_rare=True
-        ),
-        option(
-            "--loop",
-            "NAME",
-            "Training",
-            f"What holds memory between the calls: {', '.join(LOOPS)}.  [default: plain]",
-            LOOPS,
-            is_rare=True,
-        ),
+        option("--attention", "eager|sdpa", "Training", _ATTENTION, ("eager", "sdpa"), is_rare=True),
+        option("--task", "NAME", "Training", _TASK, tuple(TASKS), is_rare=True),
+        option("--lora", "r=N", "Training", _LORA, is_rare=True),
+        option("--loop", "NAME", "Training", _LOOP, LOOPS, is_rare=True),
         model_option("ranks", "Training", " Goes with --strategy."),
         model_option("strategy", "Training", " over --ranks; the answer is for rank 0."),
         model_option("machine_ranks", "Training", is_rare=True),
