@@ -248,12 +248,8 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
     _write(made.config, path)
 
 
-_FILE = option(
-    "--config_file",
-    "PATH",
-    "Options",
-    "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]",
-)
+_WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
+_FILE = option("--config_file", "PATH", "Options", _WHERE)
 _FORCE = option("--force", None, "Options", "Write over a file that exists.")
 _PRECISION = option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")

@@ -108,10 +108,8 @@ def _fits(option: click.Option, value: str) -> bool:
 
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
-_ONLY_OF_PLUGINS = tuple(
-    """
-    limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy
-    """.split()  # noqa: SIM905
+_ONLY_OF_PLUGINS = (
+    "limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy".split()  # noqa: SIM905
 )
 _VALUES = (
     *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),

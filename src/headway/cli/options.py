@@ -78,14 +78,11 @@ _LONGEST_METAVAR = 20
 
 
 POSITIVE = click.IntRange(min=1)
+_OPTIMIZERS = "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]"
 _OF_MODELS = {
     "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
     "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
-    "optimizer": (
-        "NAME",
-        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
-        str,
-    ),
+    "optimizer": ("NAME", _OPTIMIZERS, str),
     "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", ("no", "bf16", "fp16")),
     "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
     "ranks": ("N", "Processes of the run.", POSITIVE),
@@ -94,13 +91,8 @@ _OF_MODELS = {
     "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
 }
 JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
-CONFIG_FILE = option(
-    "--config_file",
-    "PATH",
-    "Configuration",
-    "Config file.  [default: the one that `headway config` writes]",
-    click.Path(),
-)
+_WHERE = "Config file.  [default: the one that `headway config` writes]"
+CONFIG_FILE = option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
 EARLIER_NAMES = {
     "accumulation": "gradient_accumulation_steps",
     "precision": "mixed_precision",

@@ -46,12 +46,7 @@ def accelerator(environment: Mapping[str, str], folders: Iterable[str] | None = 
         return None
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _QUESTION],
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+            [sys.executable, "-c", _QUESTION], env=dict(environment), capture_output=True, text=True, timeout=120
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -98,14 +98,10 @@ def lingering(views: Sequence[RankView], timeout: float, world_size: int) -> Han
     """
     if timeout <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
         return None
-    left = tuple(
-        view for view in views if view.exit_code is None and view.phase_age > timeout and view.idle_age > timeout
-    )
-    return (
-        HangDiagnosis(timeout, (), left, world_size)
-        if left and all(view.idle_age < math.inf for view in left)
-        else None
-    )
+    left = tuple(view for view in views if view.exit_code is None and min(view.phase_age, view.idle_age) > timeout)
+    if not left or any(view.idle_age == math.inf for view in left):
+        return None
+    return HangDiagnosis(timeout, (), left, world_size)
 
 
 def lateness(view: RankView) -> str:

@@ -261,19 +261,13 @@ class Collectives:
 
         Without a handshake: for callers that have just agreed otherwise (a vote) on what will travel.
         """
-        self._in_place(
-            "sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True), is_sum=True
-        )
+        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True))
 
     def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Rank `src`'s values into contiguous tensors of all ranks; without a handshake, as `sum_in_place`."""
         root = self._global_rank(src)
         self._in_place(
-            "broadcast in place",
-            found,
-            lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True),
-            is_sum=False,
-            src=src,
+            "broadcast in place", found, lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True), src
         )
 
     def _in_place(
@@ -281,16 +275,16 @@ class Collectives:
         operation: str,
         found: Sequence[torch.Tensor],
         start: Callable[[torch.Tensor], Any],
-        *,
-        is_sum: bool,
-        src: int = 0,
+        src: int | None = None,
     ) -> None:
+        """Carry out what `start` begins for each tensor: from rank `src`; None: a sum."""
+        is_sum = src is None
         if self.world_size == 1:
             return
         entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
         if self._trail.is_open:
             kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
-            self._trail.note(self.place, "in place", is_sum, src, kinds)
+            self._trail.note(self.place, "in place", is_sum, src or 0, kinds)
         for work in start_all([tensor for tensor in found if tensor.numel()], self._for, start, is_sum=is_sum):
             work.wait()
         self._trail.passed()

@@ -146,12 +146,9 @@ class Control:
 
     def _read(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
         if result[: _HEAD.size] != head:
-            is_told = _HEAD.unpack_from(result)[0] == _MISMATCH
-            said = (
-                result[_HEAD.size :].decode()
-                if is_told
-                else f"rank {self.rank}: {_said(head)}; others: {_said(result)}"
-            )
+            said = f"rank {self.rank}: {_said(head)}; others: {_said(result)}"
+            if _HEAD.unpack_from(result)[0] == _MISMATCH:
+                said = result[_HEAD.size :].decode()
             raise CollectiveError(f"ranks voted about different things: {said}. Let all ranks vote alike, in one order")
         if len(result) == _HEAD.size:
             if any(values):  # the count of arrivals is torch's, and carries no proof

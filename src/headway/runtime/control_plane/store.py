@@ -290,7 +290,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) 
         OSError: the port is taken or not allowed.
     """
     listener = listen(host, port)
-    number = listener.getsockname()[1]
+    number, handle = listener.getsockname()[1], listener.detach()
     return TCPStore(
         host,
         number,
@@ -298,7 +298,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) 
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=handle,
     )
 
 
@@ -336,11 +336,8 @@ def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta
         # A port in use may be that of a store that this process has opened already, which torch then hands out again.
         with contextlib.suppress(OSError):
             return serve(address, port, timeout), rank, world_size
-    return (
-        TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout),
-        rank,
-        world_size,
-    )
+    store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+    return store, rank, world_size
 
 
 def wait_for(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:
