@@ -353,6 +353,11 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machin
         if not port:
             raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.origin("num_processes")))
         endpoint = f"127.0.0.1:{port}"
+    if resolved.config.is_set("min_machines"):
+        raise ConfigError(
+            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
+            f"{task.local_world_size} tasks on each; start one task a machine"
+        )
     # Where a task sees its own accelerators only, they count from 0 in it, and so must the local rank that picks one.
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
     return replace(
@@ -362,19 +367,10 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machin
         machine_rank=task.rank,
         endpoint=endpoint,
         unit="task",
-        min_machines=_all_tasks(resolved, task),
+        min_machines=task.world_size,
         backend=resolved.get("rdzv_backend", "c10d" if order.max_restarts else "static"),
         variables={"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])},
     )
-
-
-def _all_tasks(resolved: Resolved, task: ClusterTask) -> int:
-    if resolved.config.is_set("min_machines"):
-        raise ConfigError(
-            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
-            f"{task.local_world_size} tasks on each; start one task a machine"
-        )
-    return task.world_size
 
 
 _WHERE = (

@@ -29,14 +29,10 @@ class Interface:
     Attributes:
         name: as `ip link` shows it.
         addresses: its IPv4 and IPv6 addresses, without a scope.
-        megabits: its speed per second; 0 where the driver does not say.
-        mtu: the largest packet, in bytes.
     """
 
     name: str
     addresses: tuple[str, ...]
-    megabits: int
-    mtu: int
 
     @property
     def is_loopback(self) -> bool:
@@ -58,7 +54,7 @@ def interfaces() -> list[Interface]:
         )
         state = states.get(name)
         if addresses and state is not None and state.isup:
-            found.append(Interface(name, addresses, state.speed, state.mtu))
+            found.append(Interface(name, addresses))
     return sorted(found, key=lambda one: not one.is_loopback)
 
 

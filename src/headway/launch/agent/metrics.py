@@ -44,7 +44,6 @@ class LogTail:
     """
 
     def __init__(self) -> None:
-        self._path, self._offset, self._rest = "", 0, b""
         self._start_over("")
 
     def _start_over(self, path: str) -> None:

@@ -258,13 +258,5 @@ class RankFiles(LogsSpecs):
         if record is not None and local_rank in self._logs:
             with open(self._logs[local_rank], "a") as log:
                 log.write(record.trace)
-        return RankExit(
-            rank,
-            socket.gethostname(),
-            pid,
-            code,
-            record,
-            crash.read_text() if has_crashed else "",
-            crash.stat().st_mtime if has_crashed else 0.0,
-            progress(self.pulses[local_rank]),
-        )
+        text, when = (crash.read_text(), crash.stat().st_mtime) if has_crashed else ("", 0.0)
+        return RankExit(rank, socket.gethostname(), pid, code, record, text, when, progress(self.pulses[local_rank]))

@@ -281,7 +281,7 @@ class Collectives:
         is_sum = src is None
         if self.world_size == 1:
             return
-        entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        entry = self.ledger.record(operation)
         if self._trail.is_open:
             kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
             self._trail.note(self.place, "in place", is_sum, src or 0, kinds)
@@ -354,7 +354,7 @@ class Collectives:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         if self.group is None:
             self._attendance.count_exchange()
-        entry = self.ledger.record(operation, signature)
+        entry = self.ledger.record(operation)
         self._trail.note(self.place, "numbers", operation, signature, len(numbers))
         slots = [float(_OPERATIONS.index(operation)), digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
