@@ -77,38 +77,9 @@ def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
 _LONGEST_METAVAR = 20
 
 
-POSITIVE = click.IntRange(min=1)
-_OPTIMIZERS = "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]"
-_OF_MODELS = {
-    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
-    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
-    "optimizer": ("NAME", _OPTIMIZERS, str),
-    "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", ("no", "bf16", "fp16")),
-    "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
-    "ranks": ("N", "Processes of the run.", POSITIVE),
-    "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
-    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
-    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
-}
 JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
 _WHERE = "Config file.  [default: the one that `headway config` writes]"
 CONFIG_FILE = option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
-EARLIER_NAMES = {
-    "accumulation": "gradient_accumulation_steps",
-    "precision": "mixed_precision",
-    "batch": "batch_size",
-    "checkpoint_activations": "activation_checkpointing",
-    "memory": "budget",
-    "num_tokens": "sequence",
-    "recompute": "activation_checkpointing",
-}
-"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
-
-
-def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
-    """An option that the commands about a model share: the same name, and the same text before `more`."""
-    metavar, text, kind = _OF_MODELS[name]
-    return option(f"--{name}", metavar, group, text + more, kind, **settings)
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:

@@ -1,31 +1,58 @@
-"""`headway estimate`: what running a model would take here, before a byte of its weights is read.
+"""`headway estimate` and `headway plan`: what running or training a model would take, before a byte of its weights is read.
 
-With --device: what training a model or a script takes on a card, the largest batch, the cheapest way.
+`estimate`: what running it takes here; with --device, what training a model or a script takes on a card, the largest batch, the
+cheapest way. `plan`: what each rank would hold and send, for any layout and number of ranks, computed on this machine alone.
 """
 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from headway.cli.options import (
-    EARLIER_NAMES,
-    JSON,
-    POSITIVE,
-    GroupedCommand,
-    examples,
-    model_option,
-    option,
-    show_progress,
-)
-from headway.common.text import format_bytes
+from headway.cli.options import JSON, GroupedCommand, GroupedOption, examples, option, show_progress
+from headway.common.text import format_bytes, format_number, parse_bytes
+from headway.config.engines import ActivationCheckpointing
+from headway.config.mesh import parse
+from headway.config.parallelism import SCHEDULES, PipelineOptions
 from headway.errors import ConfigError
 from headway.forecasting.device import devices
 from headway.planning.tasks import TASKS
 from headway.tracking.report.forecast_page import forecast_page
+
+POSITIVE = click.IntRange(min=1)
+_OPTIMIZERS = "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]"
+_OF_MODELS = {
+    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
+    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
+    "optimizer": ("NAME", _OPTIMIZERS, str),
+    "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", ("no", "bf16", "fp16")),
+    "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
+    "ranks": ("N", "Processes of the run.", POSITIVE),
+    "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
+    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
+    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
+}
+EARLIER_NAMES = {
+    "accumulation": "gradient_accumulation_steps",
+    "precision": "mixed_precision",
+    "batch": "batch_size",
+    "checkpoint_activations": "activation_checkpointing",
+    "memory": "budget",
+    "num_tokens": "sequence",
+    "recompute": "activation_checkpointing",
+}
+"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
+
+
+def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
+    """An option that the commands about a model share: the same name, and the same text before `more`."""
+    metavar, text, kind = _OF_MODELS[name]
+    return option(f"--{name}", metavar, group, text + more, kind, **settings)
+
 
 _ABOUT = """Estimate the memory that the model in FOLDER needs, what fits on this machine, and the highest speed.
 
@@ -255,7 +282,7 @@ _PLACED = (
     "[default: what the config says]"
 )
 
-command = GroupedCommand(
+estimate = GroupedCommand(
     "estimate",
     callback=_estimate,
     aliases=EARLIER_NAMES,
@@ -288,4 +315,112 @@ command = GroupedCommand(
     ],
     help=_ABOUT,
     epilog=_EPILOG,
+)
+
+
+_ABOUT_PLAN = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.
+
+MODEL is a folder with a transformers `config.json`, the path of such a file, a transformers model type ("llama"), or
+`module:function`: a function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, but
+without allocating its tensors and without other processes.
+"""
+
+_EPILOG_PLAN = examples(
+    "headway plan llama/ --ranks 64                                    common layouts",
+    "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --budget 80GB",
+    "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
+)
+
+
+def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    for text in strategy:
+        parse(text)  # a word that is no layout at all is wrong use; one that does not divide the ranks is a row
+    memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
+    # Imported here so that the help does not wait for torch.
+    from headway.planning.compare import as_dict, candidates, compare, plan
+    from headway.planning.costs import ClusterRates
+    from headway.planning.optimizers import maker
+    from headway.planning.sources import find
+    from headway.planning.table import describe, tabulate
+
+    source = find(model, given["batch_size"], given["sequence"])
+    cluster = ClusterRates(
+        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
+    )
+    show_progress()
+    maker(given["optimizer"])  # what is wrong for every layout is an error, no row
+    planned = partial(
+        plan,
+        source.make,
+        num_ranks=ranks,
+        step=source.step,
+        optimizer=given["optimizer"],
+        precision=given["mixed_precision"],
+        tokens=source.tokens,
+        kwargs_handlers=[
+            PipelineOptions(given["schedule"], given["microbatches"]),
+            *([ActivationCheckpointing()] if given["activation_checkpointing"] else []),
+        ],
+        machine_ranks=cluster.machine_ranks,
+    )
+    found = compare(planned, strategy or candidates(ranks, cluster.machine_ranks, source.has_plan), cluster)
+    if len(strategy) == 1 and found.rows[0].plan is None:
+        raise ConfigError(found.rows[0].reason)
+    if as_json:
+        click.echo(json.dumps(as_dict(found), indent=1))
+        return
+    lines = [
+        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; mixed precision {given['mixed_precision']}",
+        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
+        "",
+    ]
+    if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
+        lines += describe(row.plan, row.cost) + ([f"does not fit: {row.reason}"] if row.reason else [])
+    else:
+        lines += tabulate(found)
+    for line in lines:
+        click.echo(line)
+
+
+def _describe_cluster(cluster: Any) -> str:
+    memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
+    return (
+        f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
+        f"{format_number(cluster.flops / 1e12)} TFLOP/s{memory}"
+    )
+
+
+_SCHEDULE = "Order of micro-batches in layouts with pp.  [default: gpipe]"
+_MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]"
+
+
+def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+    above_0 = click.FloatRange(min=0, min_open=True)
+    return option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
+
+
+plan = GroupedCommand(
+    "plan",
+    callback=_plan,
+    aliases=EARLIER_NAMES,
+    params=[
+        click.Argument(["model"], metavar="MODEL"),
+        model_option("ranks", "Run", required=True),
+        model_option("strategy", "Run", "; several may be given.  [default: common layouts]", multiple=True),
+        model_option("batch_size", "Run", default=1),
+        model_option("sequence", "Run", "]"),
+        model_option("optimizer", "Run", default="adamw"),
+        model_option("mixed_precision", "Run", default="no"),
+        model_option("activation_checkpointing", "Run"),
+        option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
+        option("--microbatches", "N", "Run", _MICROBATCHES, POSITIVE),
+        model_option("machine_ranks", "Cluster", default=8),
+        _make_rate_option("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
+        _make_rate_option("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
+        _make_rate_option("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
+        model_option("budget", "Cluster", " Layouts that need more do not fit."),
+        JSON,
+    ],
+    help=_ABOUT_PLAN,
+    epilog=_EPILOG_PLAN,
 )
