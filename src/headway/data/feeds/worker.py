@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from headway.data.feeds.feed import State
 from headway.data.sampling.rng import read_text, write_text
+from headway.runtime.ending import listened_for, tell
 from headway.runtime.seed import mix
-from headway.runtime.signals import listened_for, tell
 
 
 def seed_generators(seed: int) -> None:
