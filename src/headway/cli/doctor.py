@@ -303,13 +303,10 @@ def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
     return len(machine.look(environment).device_ids) > 1 and not resolved.get("cpu", False)
 
 
-def _parameters() -> list[click.Parameter]:
-    left_out = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
-    return [
-        *(each for each in setting_options() if each.name not in left_out),
-        CONFIG_FILE,
-        option("--here", None, "Configuration", "Look at this machine and start nothing."),
-    ]
-
-
-command = GroupedCommand("doctor", callback=_doctor, params=_parameters(), help=_ABOUT, epilog=_EPILOG)
+_LEFT_OUT = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
+_PARAMS = [
+    *(each for each in setting_options() if each.name not in _LEFT_OUT),
+    CONFIG_FILE,
+    option("--here", None, "Configuration", "Look at this machine and start nothing."),
+]
+command = GroupedCommand("doctor", callback=_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)

@@ -326,8 +326,10 @@ def _kind(resolved: Resolved) -> str:
     return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
 
 
-def _parameters() -> list[click.Parameter]:
-    return [
+command = LaunchCommand(
+    "launch",
+    callback=_launch,
+    params=[
         *setting_options(),
         *foreign_options(),
         CONFIG_FILE,
@@ -341,13 +343,7 @@ def _parameters() -> list[click.Parameter]:
             type=click.UNPROCESSED,
             shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
         ),
-    ]
-
-
-command = LaunchCommand(
-    "launch",
-    callback=_launch,
-    params=_parameters(),
+    ],
     help=_ABOUT,
     epilog=_EPILOG,
     aliases={name: now for name, now in EARLIER_NAMES.items() if name not in _VALUES},

@@ -27,18 +27,7 @@ _HEADER = 3
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPERATIONS = (
-    "numbers",
-    "gather",
-    "reduce",
-    "broadcast",
-    "pad",
-    "objects",
-    "object",
-    "barrier",
-    VOTE,
-    "stream_weights",
-)
+_EXCHANGES = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE, "stream_weights")
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _CARRIED_NAMES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 _CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
@@ -356,7 +345,7 @@ class Collectives:
             self._attendance.count_exchange()
         entry = self.ledger.record(operation)
         self._trail.note(self.place, "numbers", operation, signature, len(numbers))
-        slots = [float(_OPERATIONS.index(operation)), digest(signature), float(len(numbers)), *numbers]
+        slots = [float(_EXCHANGES.index(operation)), digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)
