@@ -19,9 +19,7 @@ from headway.config.engines import ActivationCheckpointing
 from headway.config.mesh import parse
 from headway.config.parallelism import SCHEDULES, PipelineOptions
 from headway.errors import ConfigError
-from headway.forecasting.device import devices
 from headway.planning.tasks import TASKS
-from headway.tracking.report.forecast_page import forecast_page
 
 POSITIVE = click.IntRange(min=1)
 _OPTIMIZERS = "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]"
@@ -102,6 +100,8 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     if folder is None:
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
     if given.get("device", "this").lower() != "this":
+        from headway.forecasting.device import devices
+
         devices.find(given["device"])  # a name that is none is told before torch is loaded
     show_progress()
     if script:
@@ -190,6 +190,8 @@ def script_text(
 
 def _format_forecast(found: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
     if page is not None:
+        from headway.tracking.report.forecast_page import forecast_page
+
         try:
             page.write_text(forecast_page(title, found.as_dict()), encoding="utf-8")
         except OSError as error:
@@ -251,7 +253,7 @@ def calibration_text() -> str:
         ConfigError: the record cannot be kept.
     """
     from headway.common import env
-    from headway.forecasting.device import calibration
+    from headway.forecasting.device import calibration, devices
 
     name, path = devices.named(), calibration.file(env.snapshot())
     record = calibration.measure()
