@@ -31,7 +31,7 @@ def many(call: Callable[[], Any]) -> Callable[[], None]:
 
 def mark(ledger: CollectiveLedger) -> Callable[[], None]:
     """What each collective of Headway's does."""
-    return lambda: ledger.leave(ledger.record("gather", "float32"))
+    return lambda: ledger.leave(ledger.record("gather"))
 
 
 class Direct(Recorder):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headway.cli.checks import selfcheck
+from headway.cli import checks
 from headway.runtime import process
 
 
@@ -26,10 +26,10 @@ def test_a_failed_check_is_named_and_ends_with_1(
     def check_arithmetic(accelerator: object) -> str:
         raise AssertionError("one and one is three")
 
-    monkeypatch.setattr(selfcheck, "_CHECKS", [check_arithmetic])
+    monkeypatch.setattr(checks, "_CHECKS", [check_arithmetic])
     process.reset()
     with pytest.raises(SystemExit) as ended:
-        selfcheck.main()
+        checks.main(["test"])
     process.reset()
     assert ended.value.code == 1
     assert "arithmetic      FAILED rank 0: one and one is three" in capsys.readouterr().out

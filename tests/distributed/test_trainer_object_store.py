@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from headway import Accelerator, Trainer, TrainingArguments
-from headway.cli.merge import command as merge
+from headway.cli.checkpoints import merge
 from headway.common import scope
 from headway.common.object_path import to_path
 from headway.errors import CheckpointError, ConfigError

@@ -7,7 +7,7 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 import headway
 from headway import Accelerator
-from headway.cli import inspect
+from headway.cli.checkpoints import inspect
 from headway.version import __version__
 from tests.house.tree_of_source import ROOT
 
@@ -30,5 +30,5 @@ def test_a_checkpoint_says_it(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "saved")
-    report = CliRunner().invoke(inspect.command, [str(tmp_path / "saved")])
+    report = CliRunner().invoke(inspect, [str(tmp_path / "saved")])
     assert f"headway {__version__}" in report.output

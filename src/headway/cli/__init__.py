@@ -1,1 +1,1 @@
-"""The `headway` command, one file a subcommand; torch-free."""
+"""The `headway` command, torch-free, but for what it starts on every rank (checks.py)."""

@@ -248,12 +248,8 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
     _write(made.config, path)
 
 
-_FILE = option(
-    "--config_file",
-    "PATH",
-    "Options",
-    "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]",
-)
+_WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
+_FILE = option("--config_file", "PATH", "Options", _WHERE)
 _FORCE = option("--force", None, "Options", "Write over a file that exists.")
 _PRECISION = option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")
@@ -263,25 +259,15 @@ def _subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) 
     return GroupedCommand(name, callback=callback, params=list(params), help=help_)
 
 
+_DEFAULT = "Write a file without asking. It leaves everything to detection."
+_UPDATE = "Bring a file up to date. Settings that no longer exist are removed and named."
+_SHOW = "Print settings with their origin. Those that nobody has set have their default."
+_IMPORT = "Translate Accelerate's config file. What each key became is printed."
 _SUBCOMMANDS = [
-    _subcommand(
-        "default",
-        _default,
-        "Write a file without asking. It leaves everything to detection.",
-        *(_FILE, _PRECISION, _FORCE),
-    ),
-    _subcommand(
-        "update", _update, "Bring a file up to date. Settings that no longer exist are removed and named.", _FILE
-    ),
-    _subcommand(
-        "show", _show, "Print settings with their origin. Those that nobody has set have their default.", _FILE, JSON
-    ),
-    _subcommand(
-        "import",
-        _import,
-        "Translate Accelerate's config file. What each key became is printed.",
-        *(_FOREIGN, _FILE, _FORCE),
-    ),
+    _subcommand("default", _default, _DEFAULT, _FILE, _PRECISION, _FORCE),
+    _subcommand("update", _update, _UPDATE, _FILE),
+    _subcommand("show", _show, _SHOW, _FILE, JSON),
+    _subcommand("import", _import, _IMPORT, _FOREIGN, _FILE, _FORCE),
 ]
 
 

@@ -21,7 +21,8 @@ from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, s
 from headway.common import env
 from headway.common.text import format_bytes
 from headway.config.load import Resolved
-from headway.launch import machine, network
+from headway.launch import machine
+from headway.runtime import network
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096
@@ -49,6 +50,11 @@ class Finding:
         """As people read it."""
         mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[self.level]
         return f"{mark}  {self.what}" + (f"\n      -> {self.hint}" if self.hint else "")
+
+
+def graded(is_good: bool, what: str, hint: str, level: Literal["note", "bad"] = "note") -> Finding:
+    """A finding that is ok, or else of that level, with what to do about it."""
+    return Finding("ok", what) if is_good else Finding(level, what, hint)
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,8 @@ def versions() -> Iterator[Finding]:
         return
     parts = torch.partition("+")[0].split(".")
     number = tuple(int(part) for part in parts[:2] if part.isdecimal())
-    said = f"headway {own}, Python {python}, torch {torch}"
-    if number < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        yield Finding("bad", said, f"Headway needs torch {oldest} or later: pip install --upgrade torch")
-    else:
-        yield Finding("ok", said)
+    hint = f"Headway needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later: pip install --upgrade torch"
+    yield graded(number >= _OLDEST_TORCH, f"headway {own}, Python {python}, torch {torch}", hint, "bad")
 
 
 def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
@@ -135,7 +137,7 @@ def names(run: CheckedRun) -> Iterator[Finding]:
         matters = run.num_machines > 1 and own is not None and run.address is None
         hint = f"give other machines {own} as --main_process_ip, not the name; `headway launch` tells gloo the interface itself"
         reached = f"; others reach it as {own}" if own else ""
-        yield Finding("note" if matters else "ok", f"host name {host} {where}{reached}", hint if matters else "")
+        yield graded(not matters, f"host name {host} {where}{reached}", hint)
     if run.num_machines == 1 or run.address is None:
         return
     if not network.name_leads_to(run.address):
@@ -160,9 +162,7 @@ def interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Find
             hint = f"unset it or name one of: {known}"
             yield Finding("bad", f"{variable}={asked}: no interface {', '.join(missing)} is up here", hint)
     if run.num_machines == 1:
-        yield Finding(
-            "ok" if found else "bad", f"interfaces: {known}", "" if found else "bring up lo: ip link set lo up"
-        )
+        yield graded(bool(found), f"interfaces: {known}", "bring up lo: ip link set lo up", "bad")
         return
     own = network.own_address(run.address or "")
     if own is None:
@@ -214,14 +214,13 @@ def limits(root: Path = Path("/")) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < _FEW_FILES
     hint = f"ulimit -n {most if most > 0 else 65535} before the launch: tensors of loading workers and connections take one each"
-    yield Finding("note" if few else "ok", f"{_number(files)} open files", hint if few else "")
+    yield graded(not few, f"{_number(files)} open files", hint)
     allowed = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
     text = _read(root / "sys/fs/cgroup/pids.max")
     allowed += [int(text)] if text.isdecimal() else []
     number = min((one for one in allowed if one >= 0), default=-1)
-    few = 0 <= number < _FEW_PROCESSES
     hint = "raise ulimit -u, or the container's pids limit: every thread counts, and a rank has dozens"
-    yield Finding("note" if few else "ok", f"{_number(number)} processes and threads", hint if few else "")
+    yield graded(not 0 <= number < _FEW_PROCESSES, f"{_number(number)} processes and threads", hint)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if (root / "sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
         hint = "ulimit -l unlimited, or NCCL cannot register memory with the adapter"
@@ -233,16 +232,13 @@ def space(root: Path = Path("/")) -> Iterator[Finding]:
     shared = root / "dev/shm"
     if shared.exists():
         total = shutil.disk_usage(shared).total
-        little = total < _LITTLE_SHARED_MEMORY
         hint = "start the container with --shm-size=8g (or mount an emptyDir with medium Memory), or loading workers die of SIGBUS"
-        yield Finding(
-            "note" if little else "ok", f"{format_bytes(total)} of shared memory (/dev/shm)", hint if little else ""
-        )
+        yield graded(total >= _LITTLE_SHARED_MEMORY, f"{format_bytes(total)} of shared memory (/dev/shm)", hint)
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     is_good = free >= _LITTLE_SPACE and os.access(folder, os.W_OK)
-    hint = "" if is_good else "clean it up, or set TMPDIR to a folder with room"
-    yield Finding("ok" if is_good else "bad", f"{format_bytes(free)} free in {folder}", hint)
+    hint = "clean it up, or set TMPDIR to a folder with room"
+    yield graded(is_good, f"{format_bytes(free)} free in {folder}", hint, "bad")
 
 
 def _number(limit: int) -> str:
@@ -289,7 +285,7 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     if not _starts_several(resolved, environment):
         given = {**given, "num_processes": 2, "cpu": True}
     more = {"module": True, "no_python": None, "quiet": True}
-    start("headway.cli.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
+    start("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
 def _run(resolved: Resolved) -> CheckedRun:
@@ -307,13 +303,10 @@ def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
     return len(machine.look(environment).device_ids) > 1 and not resolved.get("cpu", False)
 
 
-def _parameters() -> list[click.Parameter]:
-    left_out = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
-    return [
-        *(each for each in setting_options() if each.name not in left_out),
-        CONFIG_FILE,
-        option("--here", None, "Configuration", "Look at this machine and start nothing."),
-    ]
-
-
-command = GroupedCommand("doctor", callback=_doctor, params=_parameters(), help=_ABOUT, epilog=_EPILOG)
+_LEFT_OUT = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
+_PARAMS = [
+    *(each for each in setting_options() if each.name not in _LEFT_OUT),
+    CONFIG_FILE,
+    option("--here", None, "Configuration", "Look at this machine and start nothing."),
+]
+command = GroupedCommand("doctor", callback=_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)

@@ -1,4 +1,4 @@
-"""`headway launch`: start a script on one process or on many, on one machine or on several.
+"""`headway launch`: start a script on one process or on many, on one machine or on several; `headway test`: start the self-check.
 
 Launcher flags typed after the script, which go to the script: found, and answered with what to type.
 
@@ -9,7 +9,6 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,19 +39,6 @@ from headway.errors import ConfigError
 _ONLY_OF_LAUNCHERS = {one.name for one in SETTINGS.values() if one.group in ("Hardware", "Several machines")} - {"cpu"}
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A flag of the launcher among the script's arguments.
-
-    Attributes:
-        at: its place there.
-        words: it and its value, as typed.
-    """
-
-    at: int
-    words: tuple[str, ...]
-
-
 def warning(ctx: click.Context, raw: Sequence[str]) -> str:
     """What to say of launch flags after the script; nothing where there is none, or where it is clearly meant.
 
@@ -67,15 +53,15 @@ def warning(ctx: click.Context, raw: Sequence[str]) -> str:
     flags = list(raw[: len(raw) - 1 - len(args)])
     if flags[-1:] == ["--"]:
         return ""
-    found = list(_search(ctx, args))
+    found = dict(_search(ctx, args))
     if ctx.params.get("no_python"):
-        found = [one for one in found if one.words[0].startswith("--")]  # sh -c, python -m, echo -n
+        found = {at: words for at, words in found.items() if words[0].startswith("--")}  # sh -c, python -m, echo -n
     if not found:
         return ""
-    moved = [word for one in found for word in one.words]
-    places = {place for one in found for place in range(one.at, one.at + len(one.words))}
+    moved = [word for words in found.values() for word in words]
+    places = {place for at, words in found.items() for place in range(at, at + len(words))}
     rest = [word for place, word in enumerate(args) if place not in places]
-    which = ", ".join(" ".join(one.words) for one in found)
+    which = ", ".join(map(" ".join, found.values()))
     they = "them" if len(found) > 1 else "it"
     begin, name = ["headway", "launch", *flags], Path(script).name
     return "\n".join(
@@ -87,7 +73,8 @@ def warning(ctx: click.Context, raw: Sequence[str]) -> str:
     )
 
 
-def _search(ctx: click.Context, args: Sequence[str]) -> Iterator[_Found]:
+def _search(ctx: click.Context, args: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The launcher's flags among the script's arguments: the place of each, and it with its value, as typed."""
     options = [one for one in ctx.command.params if isinstance(one, click.Option) and one.name in _ONLY_OF_LAUNCHERS]
     known = {_plain(word): one for one in options for word in one.opts}
     for at, word in enumerate(args):
@@ -100,14 +87,11 @@ def _search(ctx: click.Context, args: Sequence[str]) -> Iterator[_Found]:
         option = known.get(_plain(name))
         if option is None or ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             continue
-        if option.is_flag:
-            if not equals:
-                yield _Found(at, (word,))
-        elif equals:
-            if _fits(option, value):
-                yield _Found(at, (word,))
+        if option.is_flag or equals:
+            if not equals if option.is_flag else _fits(option, value):
+                yield at, (word,)
         elif at + 1 < len(args) and _fits(option, args[at + 1]):
-            yield _Found(at, (word, args[at + 1]))
+            yield at, (word, args[at + 1])
 
 
 def _plain(flag: str) -> str:
@@ -124,10 +108,8 @@ def _fits(option: click.Option, value: str) -> bool:
 
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
-_ONLY_OF_PLUGINS = tuple(
-    """
-    limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy
-    """.split()  # noqa: SIM905
+_ONLY_OF_PLUGINS = (
+    "limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy".split()  # noqa: SIM905
 )
 _VALUES = (
     *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
@@ -186,15 +168,12 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
 def _check_one(typed: str | None, asked: tuple[str, str]) -> None:
     """`--use_fsdp --strategy fsdp+tp=2` is one wish; `--use_fsdp --strategy ddp` is two."""
     text, keys = asked
-    by_deepspeed = text == "deepspeed" and typed is not None and typed.lower() in ENGINES
-    if (
-        typed is None
-        or text == typed
-        or by_deepspeed
-        or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower()))
-    ):
+    if typed is None or text == typed:
         return
-    raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")
+    by_deepspeed = text == "deepspeed" and typed.lower() in ENGINES
+    by_shards = text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower())
+    if not by_deepspeed and not by_shards:
+        raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")
 
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
@@ -251,8 +230,9 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, network, plan, run
+    from headway.launch import clusters, machine, plan, run
     from headway.launch.plan import Program
+    from headway.runtime import network
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
@@ -346,8 +326,10 @@ def _kind(resolved: Resolved) -> str:
     return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
 
 
-def _parameters() -> list[click.Parameter]:
-    return [
+command = LaunchCommand(
+    "launch",
+    callback=_launch,
+    params=[
         *setting_options(),
         *foreign_options(),
         CONFIG_FILE,
@@ -361,15 +343,36 @@ def _parameters() -> list[click.Parameter]:
             type=click.UNPROCESSED,
             shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
         ),
-    ]
-
-
-command = LaunchCommand(
-    "launch",
-    callback=_launch,
-    params=_parameters(),
+    ],
     help=_ABOUT,
     epilog=_EPILOG,
     aliases={name: now for name, now in EARLIER_NAMES.items() if name not in _VALUES},
     context_settings={"allow_interspersed_args": False},
 )
+
+
+_ABOUT_TEST = """Check this set-up: start Headway's self-check as `headway launch` would start a script with the same flags.
+
+It compares data order, gradients, collectives, RNG states and metrics of the real run with what one process computes,
+says what it checked and how long it took, and exits 0 only if all is right.
+"""
+
+_EPILOG_TEST = examples(
+    "headway test                            as `headway launch` would run here",
+    "headway test -n 2 --cpu                 two processes on the CPU",
+    "headway test --strategy fsdp            a sharded layout",
+    "headway test --config_file my.yaml      the settings of a file",
+)
+
+
+def _test(config_file: str | None, dry_run: bool, **given: Any) -> None:
+    more = {"module": True, "no_python": None}
+    start("headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, **more})
+
+
+_TEST_PARAMS = [
+    *(each for each in setting_options() if each.name not in ("module", "no_python")),
+    CONFIG_FILE,
+    option("--dry_run", None, "Configuration", "Print the command, and start nothing."),
+]
+test = GroupedCommand("test", callback=_test, params=_TEST_PARAMS, help=_ABOUT_TEST, epilog=_EPILOG_TEST)

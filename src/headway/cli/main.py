@@ -10,16 +10,17 @@ from click.shell_completion import CompletionItem
 from headway.common import env
 from headway.common.untrusted import plain
 from headway.errors import ConfigError, HeadwayError
+from headway.version import __version__
 
-# Name, module, and the line of `headway --help`, so that the help imports none of them.
+# Name, place, and the line of `headway --help`, so that the help imports none of them.
 _COMMANDS = {
     "launch": ("headway.cli.launch", "Start a script on one process or on many."),
-    "test": ("headway.cli.test", "Check a set-up: a real run compared with one process."),
+    "test": ("headway.cli.launch:test", "Check a set-up: a real run compared with one process."),
     "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
-    "inspect": ("headway.cli.inspect", "Print what a checkpoint holds."),
-    "merge": ("headway.cli.merge", "Write a checkpoint's weights as plain safetensors."),
-    "estimate": ("headway.cli.estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
-    "plan": ("headway.cli.plan", "Compare layouts on any number of ranks: memory, traffic, time."),
+    "inspect": ("headway.cli.checkpoints:inspect", "Print what a checkpoint holds."),
+    "merge": ("headway.cli.checkpoints:merge", "Write a checkpoint's weights as plain safetensors."),
+    "estimate": ("headway.cli.forecasts:estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
+    "plan": ("headway.cli.forecasts:plan", "Compare layouts on any number of ranks: memory, traffic, time."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
     "compat": ("headway.cli.compat", "Show which Accelerate names work, in general or in a script."),
@@ -56,7 +57,8 @@ class LazyGroup(click.Group):
         entry = _COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command = import_module(entry[0]).command
+        module, _, name = entry[0].partition(":")
+        command = getattr(import_module(module), name or "command")
         assert isinstance(command, click.Command)
         return command
 
@@ -88,33 +90,16 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _show_version(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
-    if is_given:
-        from headway.version import __version__
-
-        click.echo(f"headway {__version__}")
-        ctx.exit()
-
-
 group = LazyGroup(
     "headway",
     help=_ABOUT,
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_show_version,
-            help="Print the version.",
-        )
-    ],
     context_settings={
         "token_normalize_func": _underscored,
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
     },
 )
+click.version_option(__version__, message="headway %(version)s", help="Print the version.")(group)
 
 
 def main(args: Sequence[str] | None = None) -> None:

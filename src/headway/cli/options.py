@@ -1,5 +1,10 @@
-"""Command-line options made from the fields of `config/launch.py`, and a help page that fits a screen; `--help-all` has the rest."""
+"""Command-line options made from the fields of `config/launch.py`, and a help page that fits a screen; `--help-all` has the rest.
 
+What a command of minutes is at: one line that changes on a terminal, a line per step elsewhere, on standard error.
+"""
+
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,46 +77,9 @@ def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
 _LONGEST_METAVAR = 20
 
 
-POSITIVE = click.IntRange(min=1)
-_OF_MODELS = {
-    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
-    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
-    "optimizer": (
-        "NAME",
-        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
-        str,
-    ),
-    "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", ("no", "bf16", "fp16")),
-    "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
-    "ranks": ("N", "Processes of the run.", POSITIVE),
-    "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
-    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
-    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
-}
 JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
-CONFIG_FILE = option(
-    "--config_file",
-    "PATH",
-    "Configuration",
-    "Config file.  [default: the one that `headway config` writes]",
-    click.Path(),
-)
-EARLIER_NAMES = {
-    "accumulation": "gradient_accumulation_steps",
-    "precision": "mixed_precision",
-    "batch": "batch_size",
-    "checkpoint_activations": "activation_checkpointing",
-    "memory": "budget",
-    "num_tokens": "sequence",
-    "recompute": "activation_checkpointing",
-}
-"""Earlier names of options of `estimate` and `plan`, accepted until the next release."""
-
-
-def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
-    """An option that the commands about a model share: the same name, and the same text before `more`."""
-    metavar, text, kind = _OF_MODELS[name]
-    return option(f"--{name}", metavar, group, text + more, kind, **settings)
+_WHERE = "Config file.  [default: the one that `headway config` writes]"
+CONFIG_FILE = option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
@@ -219,3 +187,34 @@ def command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
 def examples(*lines: str) -> str:
     """An epilog that shows commands."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be subscripted in Python 3.10
+    """Shows a record in the place of the one before."""
+
+    terminator = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text, behind what clears the line."""
+        return f"\r\x1b[K{super().format(record)}"
+
+    def close(self) -> None:
+        """Clear the line."""
+        self.stream.write("\r\x1b[K")
+        super().close()
+
+
+def show_progress() -> None:
+    """Show what Headway's modules say of long work, until the command ends."""
+    logger = logging.getLogger("headway")
+    handler = _Status() if sys.stderr.isatty() else logging.StreamHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+    def end() -> None:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
+
+    click.get_current_context().call_on_close(end)

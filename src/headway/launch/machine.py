@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,28 +46,21 @@ def accelerator(environment: Mapping[str, str], folders: Iterable[str] | None = 
         return None
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _QUESTION],
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+            [sys.executable, "-c", _QUESTION], env=dict(environment), capture_output=True, text=True, timeout=120
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    for line in asked.stdout.splitlines():
-        words = line.split()
-        if words[:1] == ["headway:"]:
-            return words[1], int(words[2])
-    return None
+    found = re.search(r"^headway: (\S+) (\d+)$", asked.stdout, re.MULTILINE)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def is_installed(folders: Iterable[str] | None = None) -> bool:
     """Is there a package that adds a kind of device to torch?"""
+    # importlib.metadata would do, and its import alone takes longer than the rest of a launch.
     return any(
-        _adds_one(entry)
+        _GROUP in _text(Path(package, "entry_points.txt"))
         for folder in dict.fromkeys(sys.path if folders is None else folders)
-        for entry in _packages(folder)
+        for package in _packages(folder)
     )
 
 
@@ -76,15 +70,6 @@ def _packages(folder: str) -> list[str]:
             return [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
     except OSError:
         return []
-
-
-def _adds_one(package: str) -> bool:
-    # importlib.metadata would do, and its import alone takes longer than the rest of a launch.
-    try:
-        with open(os.path.join(package, "entry_points.txt"), encoding="utf-8", errors="replace") as file:
-            return _GROUP in file.read()
-    except OSError:
-        return False
 
 
 # How each kind of accelerator is told which devices a process may see; the first variable that is set counts.
@@ -224,22 +209,12 @@ def _accelerators(root: Path) -> tuple[str | None, int]:
 def _nvidia(root: Path) -> int:
     """NVIDIA devices that CUDA enumerates: by NVML, else nvidia-smi, else the device files."""
     if root == Path("/"):
-        if available("pynvml"):
-            counted = _nvml()
-            if counted is not None:
-                return counted
-        import subprocess
-
-        try:
+        if available("pynvml") and (counted := _nvml()) is not None:
+            return counted
+        with suppress(OSError, subprocess.SubprocessError):
             listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
             is_cut = re.search(r"^\s+MIG ", listed, re.MULTILINE) is not None
             return 1 if is_cut else len(re.findall(r"^GPU \d+", listed, re.MULTILINE))
-        except (OSError, subprocess.SubprocessError):
-            return _nvidia_files(root)
-    return _nvidia_files(root)
-
-
-def _nvidia_files(root: Path) -> int:
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in (root / "dev").glob("nvidia*"))
 
 
@@ -280,7 +255,7 @@ def _loopback(root: Path) -> str | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "replace")
     except OSError:
         return ""
 

@@ -159,14 +159,14 @@ def make(
     num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
     layout = layouts.layout(resolved, num_machines, num_local)
-    threads = _threads(resolved, machine, num_local, environment)
+    num_threads, is_set_by_us = _threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = None if resolved.get("cpu", False) else machine.torch_device
     additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device, num_local)}
     if machine.accelerator and machine.device_ids != present.device_ids:
         additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
-    if threads.is_set_by_us:
-        additions["OMP_NUM_THREADS"] = str(threads.number)
+    if is_set_by_us:
+        additions["OMP_NUM_THREADS"] = str(num_threads)
     if resolved.get("run_as", None) is not None:
         additions.update(stand_in.variables(environment))
     if resolved.get("debug", False):
@@ -183,7 +183,7 @@ def make(
     inherited = (*_WORKER_VARIABLES, env.CONTROL)
     removals = tuple(name for name in inherited if name in environment and name not in additions)
     is_silent = task is not None and task.rank > 0
-    banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, threads, layout)
+    banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, num_threads, layout)
     notes = (*notes, *_notes(resolved, argv), *layouts.check_options(resolved, layout))
     notes += layouts.after_losses(resolved, layout, num_machines, num_local)
     return LaunchPlan(argv, additions, removals, world_size, num_local, banner, notes, layout)
@@ -240,9 +240,9 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
                 f"gpu_ids={text!r} ({origin}) must list different accelerators of this machine: {', '.join(ids)}"
             )
         ids = asked
-    if on_cpu:
-        return Machine(machine.hostname, machine.python, machine.num_cores, None, (), machine.loopback)
-    return Machine(machine.hostname, machine.python, machine.num_cores, machine.accelerator, ids, machine.loopback)
+    return replace(
+        machine, accelerator=None if on_cpu else machine.accelerator, device_ids=() if on_cpu else ids, hidden_by=""
+    )
 
 
 def _visible_variable(resolved: Resolved, machine: Machine) -> str:
@@ -281,23 +281,15 @@ def _counts(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> t
     return num_machines, num_local
 
 
-@dataclass(frozen=True)
-class _Threads:
-    number: int | None
-    is_set_by_us: bool
-
-
-def _threads(resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]) -> _Threads:
-    """CPU threads per process: the setting, else OMP_NUM_THREADS, else a fair share of the cores."""
-    chosen = resolved.get("num_cpu_threads_per_process")
-    if chosen is not None:
-        return _Threads(chosen, True)
+def _threads(
+    resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]
+) -> tuple[int | None, bool]:
+    """CPU threads per process: the setting, else OMP_NUM_THREADS, else a fair share of the cores; and are they ours to set?"""
+    chosen: int | None = resolved.get("num_cpu_threads_per_process")
     said = whole_number(environment.get("OMP_NUM_THREADS", ""))
-    if said is not None:
-        return _Threads(said, False)
-    if num_local == 1:
-        return _Threads(None, False)
-    return _Threads(max(1, machine.num_cores // num_local), True)
+    if chosen is None and said is None and num_local > 1:
+        chosen = max(1, machine.num_cores // num_local)
+    return (said, False) if chosen is None else (chosen, True)
 
 
 def _order(resolved: Resolved, program: Program, num_machines: int, num_local: int) -> AgentOrder:
@@ -361,6 +353,11 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machin
         if not port:
             raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.origin("num_processes")))
         endpoint = f"127.0.0.1:{port}"
+    if resolved.config.is_set("min_machines"):
+        raise ConfigError(
+            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
+            f"{task.local_world_size} tasks on each; start one task a machine"
+        )
     # Where a task sees its own accelerators only, they count from 0 in it, and so must the local rank that picks one.
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
     return replace(
@@ -370,19 +367,10 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machin
         machine_rank=task.rank,
         endpoint=endpoint,
         unit="task",
-        min_machines=_all_tasks(resolved, task),
+        min_machines=task.world_size,
         backend=resolved.get("rdzv_backend", "c10d" if order.max_restarts else "static"),
         variables={"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])},
     )
-
-
-def _all_tasks(resolved: Resolved, task: ClusterTask) -> int:
-    if resolved.config.is_set("min_machines"):
-        raise ConfigError(
-            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
-            f"{task.local_world_size} tasks on each; start one task a machine"
-        )
-    return task.world_size
 
 
 _WHERE = (
@@ -438,17 +426,12 @@ def _silence(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, st
     They stay where the user asks for them by torch's own variables, by --debug, or by HEADWAY_LOG_LEVEL=debug.
     """
     is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
-    if (
-        is_asked_for
-        or resolved.get("debug", False)
-        or environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
-    ):
-        return {}
-    return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    is_debugging = environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
+    return {} if is_asked_for or is_debugging or resolved.get("debug", False) else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _banner(
-    resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads, layout: Layout | None
+    resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: int | None, layout: Layout | None
 ) -> str:
     world_size = num_machines * num_local
     device = machine.torch_device
@@ -463,10 +446,8 @@ def _banner(
         factors = ["micro-batch", layouts.data_shards(world_size, layout)]
         factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")
         parts.append("global batch = " + " x ".join(factors))
-    if threads.number is not None:
-        parts.append(
-            f"{threads.number} CPU thread{'s' if threads.number > 1 else ''} each of {machine.num_cores} cores"
-        )
+    if threads is not None:
+        parts.append(f"{threads} CPU thread{'s' if threads > 1 else ''} each of {machine.num_cores} cores")
     return "headway: " + "; ".join(parts)
 
 

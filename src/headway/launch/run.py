@@ -34,7 +34,11 @@ def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool 
     sys.stdout.flush()
     sys.stderr.flush()
     program = plan.argv[0]
-    path = program if os.sep in program else _on_path(program)
+    path: str | None = program
+    if os.sep not in program:
+        import shutil  # few need it
+
+        path = shutil.which(program)
     if path is None:
         raise LaunchError(
             f"{program!r} is not a program on PATH; give its path, or leave --no_python out to run a Python script"
@@ -43,12 +47,6 @@ def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool 
         os.execve(path, list(plan.argv), plan.environment(environment))
     except OSError as error:
         raise LaunchError(f"{path} could not be started: {error.strerror or error}") from error
-
-
-def _on_path(program: str) -> str | None:
-    import shutil
-
-    return shutil.which(program)
 
 
 def check(program: Program) -> None:
@@ -76,8 +74,9 @@ def _check_script(target: str) -> None:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the script {shown!r} cannot be read: {why}; {_remedy(error)}") from None
     if is_folder and not Path(target, "__main__.py").is_file():
+        such = "".join(f", such as {Path(target, name)}" for name in _scripts_in(Path(target))[:1])
         raise ConfigError(
-            f"{target!r} is a folder without a __main__.py; give the script in it{_scripts_in(Path(target))}, or -m to run a module"
+            f"{target!r} is a folder without a __main__.py; give the script in it{such}, or -m to run a module"
         )
     if target.endswith((".zip", ".pyz", ".egg")) and not _has_main(target):
         raise ConfigError(f"{target!r} is not an archive with a __main__.py; give one that `python {target}` runs")
@@ -94,21 +93,16 @@ def _near(target: str) -> str:
     from difflib import get_close_matches
 
     path = Path(target)
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".py"]
-    except OSError:
-        names = []
-    for name in get_close_matches(path.name, names, n=1):
+    for name in get_close_matches(path.name, _scripts_in(path.parent), n=1):
         return f"did you mean {path.with_name(name)}?"
     return "give its path, or -m to run a module, or --no_python to run another program"
 
 
-def _scripts_in(folder: Path) -> str:
+def _scripts_in(folder: Path) -> list[str]:
     try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+        return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     except OSError:
-        return ""
-    return f", such as {folder / names[0]}" if names else ""
+        return []
 
 
 def _has_main(target: str) -> bool:

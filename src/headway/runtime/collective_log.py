@@ -4,12 +4,11 @@ Under sharded layouts a forward is full of exchanges. A rank whose memory ran ou
 have still ahead of them; but they do them in the same order as every rank, and each notes its own here before it enters it.
 Only when a rank asks are they told to others. Torch-free.
 
-The ledger: a small ring of the collectives this process entered and left, with the user's line for each.
+The ledger: numbers of the collectives that this process entered and left, with the user's line for each.
 """
 
 import json
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,29 +112,25 @@ def is_vote(step: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One collective: its number in this ledger, its kind, the user's line, what was handed in; its number in the pulse."""
+    """One collective: its number in this ledger, its kind, the user's line; its number in the pulse."""
 
     sequence: int
     operation: str
     call_site: str
-    detail: str
-    number: int = 0
+    number: int
 
 
 class CollectiveLedger:
-    """The last `size` collectives, oldest first."""
+    """Numbers the collectives of a group, and enters them into the pulse."""
 
-    def __init__(self, size: int = 200) -> None:
-        self.entries: deque[LedgerEntry] = deque(maxlen=size)
+    def __init__(self) -> None:
         self.sequence = 0
 
-    def record(self, operation: str, detail: str = "") -> LedgerEntry:
+    def record(self, operation: str) -> LedgerEntry:
         """Note that a collective is entered now."""
         self.sequence += 1
         site = call_site()
-        entry = LedgerEntry(self.sequence, operation, site, detail, pulse.own().enter(operation, site))
-        self.entries.append(entry)
-        return entry
+        return LedgerEntry(self.sequence, operation, site, pulse.own().enter(operation, site))
 
     def leave(self, entry: LedgerEntry) -> None:
         """Note that all ranks have come to this collective: those of its parts that follow cannot miss one."""

@@ -108,9 +108,8 @@ def latest(
         now: the monotonic clock's time.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
-    counts_both = {
-        entry["pg_id"] for entry in entries if entry.get("is_p2p")
-    }  # sends and collectives, by their own numbers
+    # These count sends and collectives, by their own numbers.
+    counts_both = {entry["pg_id"] for entry in entries if entry.get("is_p2p")}
     for entry in entries:
         is_told = engine == _CPU or entry["pg_id"] in counts_both or _is_enqueued(entry, status)
         if not entry.get("is_p2p") and is_told:
@@ -121,19 +120,16 @@ def latest(
     found = []
     for name, recorded in groups.items():
         is_idle = engine == _CPU and _is_idle(status.get(str(recorded[-1]["pg_id"]), {}))
-        still_open = (
-            []
-            if is_idle
-            else [entry for entry in recorded if not entry.get("retired") and entry.get("state") != "completed"]
-        )
-        entry = still_open[0] if still_open else recorded[-1]
+        still_open = [entry for entry in recorded if not entry.get("retired") and entry.get("state") != "completed"]
+        is_inside = bool(still_open) and not is_idle
+        entry = still_open[0] if is_inside else recorded[-1]
         entered = now - (time.time() - entry["time_created_ns"] / 1e9)
         found.append(
             {
                 "group": name if engine == _CPU else f"{engine}:{name}",
                 "number": entry["collective_seq_id"],
                 "operation": entry["profiling_name"].split(":")[-1],
-                "since": round(entered, 3) if still_open else None,
+                "since": round(entered, 3) if is_inside else None,
                 "members": members.get(name),
             }
         )
@@ -153,17 +149,8 @@ def _is_idle(counts: dict[str, str]) -> bool:
 
 def _counted(engine: str, status: dict[str, Any], since: float) -> list[Call]:
     """What counters alone tell: in which groups something is open."""
-    return [
-        {
-            "group": f"{engine}#{number}",
-            "number": 0,
-            "operation": "a collective",
-            "since": round(since, 3),
-            "members": None,
-        }
-        for number, counts in status.items()
-        if not _is_idle(counts)
-    ]
+    unknown = {"number": 0, "operation": "a collective", "since": round(since, 3), "members": None}
+    return [{"group": f"{engine}#{number}", **unknown} for number, counts in status.items() if not _is_idle(counts)]
 
 
 def _engine() -> Any:
@@ -280,14 +267,8 @@ class Heartbeat:
         stack = _main_stack()
         if stack != self._stack:
             self._stack, self._still_since = stack, now
-        self._pulse.set_note(
-            {
-                "stack": stack,
-                "still": round(self._still_since, 3),
-                "torch": self._recorder.calls(),
-                "live": self._is_live,
-            }
-        )
+        still, calls = round(self._still_since, 3), self._recorder.calls()
+        self._pulse.set_note({"stack": stack, "still": still, "torch": calls, "live": self._is_live})
         self._pulse.beat(self._beats)
 
 

@@ -257,16 +257,9 @@ def start(
             hardware.num_devices(),
             hardware.kind,
         )
+    num_local = min(env.local_world_size(), world_size)
     runtime = ProcessRuntime(
-        rank,
-        world_size,
-        env.local_rank(),
-        min(env.local_world_size(), world_size),
-        hardware,
-        device,
-        owns_group,
-        waits,
-        cpu_group=cpu_group,
+        rank, world_size, env.local_rank(), num_local, hardware, device, owns_group, waits, cpu_group=cpu_group
     )
     here.begin(runtime)
     here.guard()

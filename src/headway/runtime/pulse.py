@@ -33,7 +33,6 @@ _PROGRESS = struct.Struct("=QQ")  # update, micro-step
 _COUNT = struct.Struct("=Q")
 _CALL = struct.Struct("=Qdd32s184s")  # number, entered at, left at (0: still inside), operation, call site
 _SECONDS = struct.Struct("=d")
-_LEFT = struct.Struct("=d")
 _SLOT = struct.Struct("=Id")  # length, time
 _PROGRESS_AT, _TIMEOUT_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
 _IS_TOLD_AT, _SAVES_AT = 112, 113  # the one byte that the agent writes; and: are signals answered by a checkpoint?
@@ -187,7 +186,7 @@ class HeartbeatFile:
     def leave(self, number: int) -> None:
         """Note that the collective of this number is over."""
         if self._number - number < NUM_CALLS:
-            _LEFT.pack_into(self._memory, _RING_AT + number % NUM_CALLS * _CALL.size + 16, time.monotonic())
+            _SECONDS.pack_into(self._memory, _RING_AT + number % NUM_CALLS * _CALL.size + 16, time.monotonic())
 
     def set_phase(self, words: str) -> None:
         """Say what this process does; "" is its program."""

@@ -6,7 +6,7 @@ import pytest
 
 from headway.cli import doctor
 from headway.cli.doctor import CheckedRun
-from headway.launch import network
+from headway.runtime import network
 
 
 def told(findings):

@@ -8,9 +8,7 @@ import torch
 import transformers
 
 from headway import infer_auto_device_map
-from headway.cli import estimate as command
-from headway.cli import main
-from headway.cli.estimate_training import NOT_FOR_RANKING
+from headway.cli import forecasts, main
 from headway.common.text import parse_bytes
 from headway.errors import DeviceMapError
 from headway.offload.placement import budget
@@ -297,7 +295,7 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
         "activation_checkpointing",
         "help_all",
     }
-    assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
+    assert {each.name for each in forecasts.estimate.params} == own | others | forecasts.NOT_FOR_RANKING.keys()
 
 
 @pytest.mark.matrix

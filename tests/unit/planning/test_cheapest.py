@@ -10,7 +10,7 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.truth import peak
-from headway.cli.estimate import command
+from headway.cli.forecasts import estimate as command
 from headway.errors import ConfigError, LossError
 from headway.forecasting.tracing.step import StepRecipe
 

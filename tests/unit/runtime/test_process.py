@@ -85,12 +85,11 @@ def test_the_cpu_answers_every_question():
     assert isinstance(cpu.supports_bf16(), bool)
 
 
-def test_the_ledger_keeps_the_last_ones_with_the_callers_line():
-    ledger = CollectiveLedger(size=2)
-    for name in ("a", "b", "c"):
-        ledger.record(name, "detail")
-    assert [(entry.sequence, entry.operation) for entry in ledger.entries] == [(2, "b"), (3, "c")]
-    assert "test_process.py:" in ledger.entries[-1].call_site
+def test_the_ledger_numbers_collectives_with_the_callers_line():
+    ledger = CollectiveLedger()
+    entries = [ledger.record(name) for name in ("a", "b", "c")]
+    assert [(entry.sequence, entry.operation) for entry in entries] == [(1, "a"), (2, "b"), (3, "c")]
+    assert "test_process.py:" in entries[-1].call_site
 
 
 def test_kinds_are_torchs_and_none_is_listed():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headway.errors import StateError
-from headway.runtime.signals import SignalFlags
+from headway.runtime.ending import SignalFlags
 
 
 @pytest.fixture

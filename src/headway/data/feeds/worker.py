@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from headway.data.feeds import State
 from headway.data.sampling.rng import read_text
+from headway.runtime.ending import listened_for, tell
 from headway.runtime.seed import mix
-from headway.runtime.signals import listened_for, tell
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event

@@ -1,7 +1,7 @@
 """The process that keeps one machine's workers: torch's elastic agent, a store on a free port, a failure report.
 
 Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. It is a process of its own: of the
-launcher's files only this one, rank_files.py and rendezvous.py import torch.
+launcher's files only this one, processes.py and rendezvous.py import torch.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -33,17 +34,24 @@ from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchErro
 from headway.launch.agent import endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.processes import DEADLY, RankFiles, code_of, end_sessions, ignore, kill_when_stuck
+from headway.launch.agent.processes import (
+    DEADLY,
+    RankFiles,
+    SharedMemory,
+    code_of,
+    end_sessions,
+    ignore,
+    kill_when_stuck,
+)
 from headway.launch.agent.records import PreemptedRun, find_preempted
-from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.machine import MemoryWatch
-from headway.launch.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import GRACE as HANG_GRACE
 from headway.launch.watch.hang_watch import HangWatch, Worker
 from headway.log import silence_elastic
 from headway.runtime import pulse
 from headway.runtime.control_plane.store import SealedStore
+from headway.runtime.network import own_address, wait_for_name
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""
@@ -77,24 +85,40 @@ class Agent(LocalElasticAgent):
         self._has_ended_attempt = False
         self._attempt = 0
         self.handed_on: signal.Signals | None = None
+        host = rendezvous.host_of(order)
         if order.num_machines > 1:
-            address = own_address(rendezvous.host_of(order)) or ""
+            address = own_address(host) or ""
             self._peers = PeerMachines(
                 order.machine_rank, address, order.machine_timeout, self._lost_a_machine, order.unit
             )
         self._seal = seal
-        self._exchange = AgentChannel(
-            order.machine_rank, order.num_machines, rendezvous.host_of(order), seal, order.unit
-        )
+        self._exchange = AgentChannel(order.machine_rank, order.num_machines, host, seal, order.unit)
         self._watch = HangWatch(rendezvous.timeout(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
-        self._metrics = metrics.serve(order.metrics_port, self._pulses, lambda: max(0, self._attempt - 1))
+        self._metrics: metrics.MetricsServer | None = None
+        if order.metrics_port is not None:
+            told = metrics.RunMetrics(self._pulses, lambda: max(0, self._attempt - 1))
+            self._metrics = metrics.MetricsServer(order.metrics_port, told)
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
-        self.report: (
-            endings.FailureReport | endings.MachineLost | endings.HangReport | endings.RunEnded | PreemptedRun | None
-        ) = None
+        self.report: endings.Report | None = None
+
+    @property
+    def _workers(self) -> dict[int, SubprocessHandler]:
+        """The processes of this machine by local rank; none before the first have been started."""
+        context = cast(SubprocessContext | None, self._pcontext)
+        return {} if context is None else context.subprocess_handlers
+
+    @property
+    def _pids(self) -> dict[int, int]:
+        """Their numbers."""
+        return {} if self._pcontext is None else self._pcontext.pids()
+
+    @property
+    def _ranks(self) -> dict[int, int]:
+        """The global rank of each local one."""
+        return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         watch = rendezvous.watch_for(self._order, _say, self._seal)
@@ -143,18 +167,17 @@ class Agent(LocalElasticAgent):
             self.handed_on = signal.Signals(number)
             what = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
             os.write(2, what.encode())  # a handler must not print: it may have interrupted just that
-        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+        for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _has_ended_well(self) -> bool:
         """Have all ranks of this machine come to a good end? Then a signal finds nothing left to end."""
-        context = cast(SubprocessContext | None, self._pcontext)
-        handlers = context.subprocess_handlers.values() if context is not None else ()
+        handlers = self._workers.values()
         return bool(handlers) and all(code_of(handler.proc) in (0, PREEMPTED) for handler in handlers)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._give_up_on_failed(worker_group)
+        self._give_up_on_failed()
         seen, left = self._look(worker_group)
         step = endings.decide(seen)
         if step is endings.AgentAction.END_SAVED and left is not None:
@@ -198,16 +221,13 @@ class Agent(LocalElasticAgent):
         codes = self._codes()
         return [one for one, path in self._files.records.items() if one not in codes and path.exists()]
 
-    def _give_up_on_failed(self, worker_group: WorkerGroup) -> None:
+    def _give_up_on_failed(self) -> None:
         """End the process of a rank that has failed, where a thread of it that does nothing keeps it from ending."""
-        assert self._pcontext is not None
-        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         for local_rank in self._failed_alive():
-            if self._watch.has_given_up(ranks[local_rank], GRACE):
+            if self._watch.has_given_up(self._ranks[local_rank], GRACE):
                 self._given_up.add(local_rank)
-                pid = self._pcontext.pids()[local_rank]
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                    os.killpg(self._pids[local_rank], signal.SIGKILL)
 
     def _has_lost_one(self) -> bool:
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
@@ -223,16 +243,15 @@ class Agent(LocalElasticAgent):
 
     def _let_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
         """Tell the hang watch which ranks there are and which have ended."""
-        assert self._pcontext is not None
         if not self._is_watching:
-            pids, paths = self._pcontext.pids(), self._files.pulses
+            pids, paths = self._pids, self._files.pulses
             workers = worker_group.workers
             self._watch.begin(
                 [Worker(one.global_rank, pids[one.local_rank], paths[one.local_rank]) for one in workers],
                 workers[0].world_size,
             )
             self._is_watching = True
-        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        ranks = self._ranks
         # One that has failed and not ended yet is no riddle, and what the others wait for.
         known = {**dict.fromkeys(self._failed_alive(), 1), **ended}
         self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
@@ -240,7 +259,6 @@ class Agent(LocalElasticAgent):
 
     def _end_hang(self, worker_group: WorkerGroup, report: endings.HangReport) -> RunResult:
         """End all workers of a run that hangs, the stopped ones too."""
-        assert self._pcontext is not None
         self._watch.end()
         self.report = report
         if self._remaining_restarts == 0:
@@ -255,13 +273,10 @@ class Agent(LocalElasticAgent):
 
     def _held_by_the_kernel(self) -> list[int]:
         """The workers that even SIGKILL has not ended: they wait for a disk that does not answer."""
-        assert self._pcontext is not None
         codes = self._codes()
-        return [pid for local_rank, pid in self._pcontext.pids().items() if local_rank not in codes]
+        return [pid for local_rank, pid in self._pids.items() if local_rank not in codes]
 
-    def _blame_a_machine(
-        self, peers: PeerMachines, report: endings.FailureReport | None
-    ) -> "endings.FailureReport | endings.MachineLost | None":
+    def _blame_a_machine(self, peers: PeerMachines, report: endings.FailureReport | None) -> endings.Report | None:
         """The loss of a machine in the place of what it led to here."""
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
@@ -272,11 +287,9 @@ class Agent(LocalElasticAgent):
         machine = peers.lost or peers.silent()
         if peers.has_lost_hub:
             self._remaining_restarts = 0  # machines meet there
-        return (
-            report
-            if machine is None
-            else endings.MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
-        )
+        if machine is None:
+            return report
+        return endings.MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
 
     def _lost_a_machine(self) -> None:
         """Called on the peers' thread: see that this machine's part ends even where the main thread waits for ever."""
@@ -298,12 +311,12 @@ class Agent(LocalElasticAgent):
 
     def _pulses(self) -> dict[int, Path]:
         """The pulse of each rank that was started here."""
-        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        ranks = self._ranks
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
 
     def kill(self) -> None:
         """End the workers and their children at once, and with them the run."""
-        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+        for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         self._files.memory.remove()
@@ -325,17 +338,14 @@ class Agent(LocalElasticAgent):
         return {local_rank: 1 if local_rank in self._given_up else code for local_rank, code in self._codes().items()}
 
     def _codes(self) -> dict[int, int]:
-        context = cast(SubprocessContext | None, self._pcontext)
-        handlers = context.subprocess_handlers if context is not None else {}
-        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in self._workers.items()}
         return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
-    def _end_the_rest(self, grace: float = GRACE) -> dict[int, int]:
+    def _end_the_rest(self, grace: int) -> dict[int, int]:
         """End every worker; return the exit codes of those that had ended without being told."""
         self._wait_for_all(SETTLE)  # several ranks often fail alike, and each should have its say
         ended = self._ended()
-        assert self._pcontext is not None
-        self._close(int(grace))
+        self._close(grace)
         return ended
 
     def _close(self, grace: int) -> None:
@@ -350,11 +360,11 @@ class Agent(LocalElasticAgent):
                 pulse.tell_to_end(path)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
-        context = cast(SubprocessContext | None, self._pcontext)
+        context = self._pcontext
         self._tell_to_end()
         if death_sig == signal.SIGINT and context is not None:
             # A KeyboardInterrupt lets a program tidy up, but never comes to one that waits in a collective.
-            for handler in context.subprocess_handlers.values():
+            for handler in self._workers.values():
                 if handler.proc.poll() is None:
                     handler.close(death_sig=death_sig)
             self._wait_for_all(POLITE)
@@ -386,23 +396,18 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> endings.FailureReport:
-        assert self._pcontext is not None
-        pids = self._pcontext.pids()
-        found = (
-            self._files.death(
-                worker.global_rank, worker.local_rank, pids[worker.local_rank], ended.get(worker.local_rank)
-            )
-            for worker in worker_group.workers
-        )
+        pids = self._pids
+        found = (self._files.death(rank, local, pids[local], ended.get(local)) for local, rank in self._ranks.items())
         deaths = tuple(death for death in found if death is not None)
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
         return endings.FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(
-        self, report: endings.FailureReport | endings.MachineLost | endings.HangReport | endings.RunEnded | PreemptedRun
-    ) -> None:
-        if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
-            report.write(Path(self._order.log_dir) / "failure.json")
+    def _keep(self, report: endings.Report) -> bool:
+        """Write failure.json, where there is a failure and a folder for it; says whether."""
+        if self._order.log_dir is None or isinstance(report, PreemptedRun):
+            return False
+        report.write(Path(self._order.log_dir) / "failure.json")
+        return True
 
     def finish(self, has_failed: bool) -> int:
         """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
@@ -412,21 +417,17 @@ class Agent(LocalElasticAgent):
             self.report = endings.RunEnded(
                 "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
             )
-        if self.report is None:
-            self.exit_code = 0
+        report = self.report
+        self.exit_code = 0 if report is None else report.exit_code
+        if report is None or isinstance(report, PreemptedRun):
             self.leave()
-            return 0
-        self.exit_code = self.report.exit_code
-        if isinstance(self.report, PreemptedRun):
-            self.leave()
-            _say(self.report.text())
-            return self.report.exit_code
-        self.leave(self.report.headline(), self.report.exit_code)
-        _say(self.report.text())
-        self._keep(self.report)
-        if self._order.log_dir is not None:
-            _say(f"headway: logs and failure.json are in {self._order.log_dir}")
-        return self.report.exit_code
+        else:
+            self.leave(report.headline(), report.exit_code)
+        if report is not None:
+            _say(report.text())
+            if self._keep(report):
+                _say(f"headway: logs and failure.json are in {self._order.log_dir}")
+        return self.exit_code
 
 
 def _say(text: str) -> None:

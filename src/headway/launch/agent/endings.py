@@ -15,9 +15,18 @@ from headway.common import atomic
 from headway.common.callsite import plain, shorten_crash
 from headway.common.text import ranges
 from headway.errors import PREEMPTED
-from headway.launch.agent.records import RankExit
+from headway.launch.agent.records import PreemptedRun, RankExit
 from headway.launch.watch import judge
 from headway.launch.watch.hang_watch import Hang
+
+_WHY = {
+    -signal.SIGKILL: "; nothing in the kernel's counters says that memory ran out, so a person, a scheduler or a container's limit "
+    "sent it",
+    -signal.SIGTERM: ", which somebody outside of this run sent",
+    -signal.SIGABRT: ": a library gave up, and its own words are further up. gloo and NCCL do so where ranks make different "
+    "collectives, such as a call on a sharded model under `if accelerator.is_main_process:`",
+}
+"""What more there is to say of a rank that such a signal ended."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class FailureReport:
     def headline(self) -> str:
         """The first failure in one sentence, for the other machines."""
         first = self.first
-        line = f", at {first.record.line}" if first.record is not None and first.record.line else ""
-        return f"rank {first.rank} of {self.world_size} failed first{line} ({first.what()})"
+        where = first.line and f", at {first.line}"
+        return f"rank {first.rank} of {self.world_size} failed first{where} ({first.what()})"
 
     @property
     def is_consequence(self) -> bool:
@@ -63,7 +72,7 @@ class FailureReport:
     def text(self) -> str:
         """The report as people read it."""
         first = self.first
-        where = f", at {first.record.line}" if first.record is not None and first.record.line else ""
+        where = first.line and f", at {first.line}"
         if self.is_told_by_rank_0:
             return f"headway: rank {first.rank} on host {first.host} failed first{where}; its report is with rank 0's output"
         which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
@@ -85,23 +94,9 @@ class FailureReport:
         return "\n".join(lines)
 
     def _why(self, death: RankExit) -> str:
-        if death.exit_code == -signal.SIGKILL:
-            return (
-                f": {self.memory}"
-                if self.memory
-                else (
-                    "; nothing in the kernel's counters says that memory ran out, so a person, "
-                    "a scheduler or a container's limit sent it"
-                )
-            )
-        if death.exit_code == -signal.SIGTERM:
-            return ", which somebody outside of this run sent"
-        if death.exit_code == -signal.SIGABRT:
-            return (
-                ": a library gave up, and its own words are further up. gloo and NCCL do so where ranks make different collectives, "
-                "such as a call on a sharded model under `if accelerator.is_main_process:`"
-            )
-        return ""
+        if death.exit_code == -signal.SIGKILL and self.memory:
+            return f": {self.memory}"
+        return _WHY.get(death.exit_code or 0, "")
 
     def _others(self, first: RankExit) -> list[str]:
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
@@ -232,6 +227,10 @@ class HangReport:
         write_json(path, content)
 
 
+Report = FailureReport | MachineLost | RunEnded | HangReport | PreemptedRun
+"""How an attempt ended, in whichever way it did."""
+
+
 def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
     """What ranks said after the first failure, or after a machine was lost: a plain line each, the same line once.
 
@@ -242,7 +241,7 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
     lost: dict[str, list[int]] = {}
     lines: dict[int, str] = {}
     for death in sorted(deaths, key=lambda one: one.rank):
-        where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
+        where = death.line and f" ({death.line})"
         if death.record is not None and death.record.is_lost_connection:
             lost.setdefault(where, []).append(death.rank)
         else:
@@ -257,10 +256,8 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
 def _is_alike(one: RankExit, other: RankExit) -> bool:
     if one.record is None or other.record is None:
         return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
-    return (one.record.kind, one.record.line) == (
-        other.record.kind,
-        other.record.line,
-    ) and not one.record.is_consequence
+    is_same = (one.record.kind, one.line) == (other.record.kind, other.line)
+    return is_same and not one.record.is_consequence
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

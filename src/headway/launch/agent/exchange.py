@@ -187,7 +187,7 @@ class AgentChannel:
         """
         if self._num_here == 1:
             return own
-        self._own = _encode(own)
+        self._own = json.dumps({} if own is None else asdict(own))
         _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), GATHER)
         # Until what failed here is on its way: this process may end next, and with it, on machine 0, the store.
         time.sleep(2 * LOOK)
@@ -213,24 +213,11 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(LOOK / 4)
 
 
-def _encode(report: FailureReport | None) -> str:
-    if report is None:
-        return json.dumps({})
-    return json.dumps(
-        {
-            "deaths": [asdict(death) for death in report.deaths],
-            "world_size": report.world_size,
-            "memory": report.memory,
-            "finished": report.finished,
-        }
-    )
-
-
 def _decode(content: dict[str, Any]) -> FailureReport | None:
     if not content:
         return None
-    deaths = [
+    deaths = tuple(
         RankExit(**{**death, "record": None if death["record"] is None else ExceptionRecord(**death["record"])})
         for death in content["deaths"]
-    ]
-    return FailureReport(tuple(deaths), content["world_size"], content["memory"], tuple(content["finished"]))
+    )
+    return FailureReport(**{**content, "deaths": deaths, "finished": tuple(content["finished"])})

@@ -28,6 +28,8 @@ _LEAST_WAIT = 1.0
 """Seconds in a collective, from which on somebody is awaited."""
 _SKIPPING = {"skipped_update", "non_finite", "spike"}
 _BLOCK = 1 << 20
+_CURVES = {"loss": "loss", "tokens_per_second": "tokens_per_second", "headway/memory": "memory_bytes"}
+"""Numbers of the log that have a family of their own, and what that is called."""
 
 Rows = Iterable[tuple[Mapping[str, object], float]]
 
@@ -42,7 +44,6 @@ class LogTail:
     """
 
     def __init__(self) -> None:
-        self._path, self._offset, self._rest = "", 0, b""
         self._start_over("")
 
     def _start_over(self, path: str) -> None:
@@ -155,29 +156,16 @@ class RunMetrics:
         yield "restarts", "Restarts of the processes.", [({}, self._restarts())]
         yield "updates", "Updates made.", each(lambda one: one.update)
         yield "micro_step", "Micro-batches begun in the current accumulation window.", each(lambda one: one.micro_step)
-        yield (
-            "heartbeat_age_seconds",
-            "Seconds since the last heartbeat.",
-            each(lambda one: now - one.beat if one.beat else 0),
-        )
+        ages = each(lambda one: now - one.beat if one.beat else 0)
+        yield "heartbeat_age_seconds", "Seconds since the last heartbeat.", ages
         yield "collective_seconds", "Seconds in the current collective; 0: in none.", each(lambda one: waited(one, now))
-        yield (
-            "awaited_rank",
-            "The rank that others on this machine wait for; -1: none.",
-            [({}, -1 if late is None else late)],
-        )
+        about = "The rank that others on this machine wait for; -1: none."
+        yield "awaited_rank", about, [({}, -1 if late is None else late)]
         yield "resident_memory_bytes", "Host memory of the process.", each(lambda one: _resident(one.pid))
-        yield (
-            "skipped_updates",
-            "Skipped updates: fp16's loss scale, non-finite values, spikes.",
-            [({}, tail.num_skipped)],
-        )
+        about = "Skipped updates: fp16's loss scale, non-finite values, spikes."
+        yield "skipped_updates", about, [({}, tail.num_skipped)]
         yield "events", "Events, by name.", [({"event": name}, count) for name, count in tail.events.items()]
-        for name, short in (
-            ("loss", "loss"),
-            ("tokens_per_second", "tokens_per_second"),
-            ("headway/memory", "memory_bytes"),
-        ):
+        for name, short in _CURVES.items():
             found = [value for key, value in tail.values.items() if key == name or key.rpartition("/")[2] == name]
             yield short, f"The latest {name.rpartition('/')[2]} that was logged.", [({}, value) for value in found[:1]]
         yield "logged", "The latest number logged under each name.", [({"name": k}, v) for k, v in tail.values.items()]
@@ -259,10 +247,3 @@ class MetricsServer:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def serve(
-    port: int | None, pulses: Callable[[], Mapping[int, Path]], restarts: Callable[[], int]
-) -> MetricsServer | None:
-    """Serve a run's numbers, where a port is given; arguments as for `RunMetrics`."""
-    return None if port is None else MetricsServer(port, RunMetrics(pulses, restarts))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from headway.common.untrusted import Seal, plain
-from headway.runtime.control_plane.listening import listen
+from headway.runtime.network import listen
 
 BEAT = 1.0
 """Seconds between signs of life."""

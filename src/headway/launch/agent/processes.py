@@ -6,12 +6,19 @@ A signal still ends a launcher whose main thread does not hear it. Each rank lea
 (data-loading workers, programs) belongs to it, unless it leaves that on purpose (`setsid`).
 
 Each rank's files: its output, the record of its exception and its pulse; and what they say of its end.
+
+A folder in shared memory lives as long as the launcher's agent, so its contents outlive the workers. The agent holds a lock on it
+(`flock`, which the kernel drops with its holder). An agent that was killed leaves its folder behind; the next one that starts on the
+machine finds it without a holder, and removes it.
 """
 
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +32,6 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway.common import env
 from headway.launch.agent.records import RankExit, read_record
-from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import progress
 from headway.runtime import pulse
@@ -33,6 +39,9 @@ from headway.runtime import pulse
 DEADLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+_ROOT = Path("/dev/shm")
+_PREFIX = "headway-memory-"
 
 POLITE = 2.0
 """Seconds that what ranks left running gets to end in after SIGTERM."""
@@ -144,6 +153,48 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+class SharedMemory:
+    """Makes the folder, which only this user can enter.
+
+    Args:
+        root: where; a file system without a disk.
+
+    Attributes:
+        folder: its path; "" where the system has no shared memory.
+    """
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self.folder, self._lock = "", -1
+        with suppress(OSError):
+            for left in root.glob(f"{_PREFIX}*"):
+                _remove_left(left)
+            while not self.folder:
+                made = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+                self._lock = os.open(made, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if os.path.isdir(made):  # else another agent has just taken it for one that was left
+                    self.folder = made
+
+    def remove(self) -> None:
+        """The run is over: give the memory back."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+            self.folder = ""
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder of this user's that no agent holds."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(handle).st_uid == os.getuid():
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
 class RankFiles(LogsSpecs):
     """Where each rank's output and its record of an exception go: a folder per attempt, a file per rank."""
 
@@ -207,13 +258,5 @@ class RankFiles(LogsSpecs):
         if record is not None and local_rank in self._logs:
             with open(self._logs[local_rank], "a") as log:
                 log.write(record.trace)
-        return RankExit(
-            rank,
-            socket.gethostname(),
-            pid,
-            code,
-            record,
-            crash.read_text() if has_crashed else "",
-            crash.stat().st_mtime if has_crashed else 0.0,
-            progress(self.pulses[local_rank]),
-        )
+        text, when = (crash.read_text(), crash.stat().st_mtime) if has_crashed else ("", 0.0)
+        return RankExit(rank, socket.gethostname(), pid, code, record, text, when, progress(self.pulses[local_rank]))

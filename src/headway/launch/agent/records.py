@@ -81,6 +81,11 @@ class RankExit:
     progress: str = ""
 
     @property
+    def line(self) -> str:
+        """The user's line at which it raised; empty where nobody knows."""
+        return "" if self.record is None else self.record.line
+
+    @property
     def weight(self) -> tuple[int, float, int]:
         """Causes before consequences, the earlier before the later."""
         code = self.exit_code
@@ -134,7 +139,7 @@ class PreemptedRun:
 
     def leave(self, record: str | Path) -> None:
         """Write it beside the file that is this rank's record of an exception; a launcher reads it there."""
-        _put(_beside(record), asdict(self))
+        atomic.write_text(_beside(record), json.dumps(asdict(self)))
 
 
 def find_preempted(record: str | Path) -> PreemptedRun | None:
@@ -174,7 +179,7 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
         "headway": asdict(record),
     }
     try:
-        _put(path, content)
+        atomic.write_text(path, json.dumps(content))  # whole or not at all: the agent may read at any time
     except OSError:
         return False
     return True
@@ -201,8 +206,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _put(path: Path, content: dict[str, Any]) -> None:
-    """Write it whole or not at all: the agent may read at any time."""
-    atomic.write_text(path, json.dumps(content))

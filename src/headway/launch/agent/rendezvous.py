@@ -1,7 +1,11 @@
-"""How machines meet: one alone at a store of its own, several at machine 0, by their given ranks or as they come."""
+"""How machines meet: one alone at its own store, several at machine 0, by given ranks or as they come; and who waits for whom."""
 
 import math
-from collections.abc import Callable
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,10 +21,9 @@ from headway.common.untrusted import Seal
 from headway.config.launch import DEFAULT_TIMEOUT
 from headway.config.load import run_setting
 from headway.errors import LaunchError
-from headway.launch.agent import meeting
-from headway.launch.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
 from headway.runtime.control_plane.store import SealedStore, serve
+from headway.runtime.network import free_port, interface_of, own_address
 
 T = TypeVar("T")
 
@@ -43,6 +46,228 @@ _FOR_EVER = 10**7
 
 ALIVE = 2
 """Seconds between signs of life to the meeting, where a run goes on without a machine: three missing ones free its seat."""
+
+FIRST = 2.0
+"""Seconds of waiting in silence: machines that are started together come together."""
+
+AGAIN = (30.0, 120.0, 300.0)
+"""Seconds of waiting after which it is said again; then every five minutes."""
+
+_LOOK = 0.2
+_KEY = "headway/here"
+
+
+class RendezvousWait:
+    """One wait, with its deadline and what has been said of it.
+
+    Args:
+        say: prints a line.
+        seconds: until it is given up; infinite: never.
+        setting: what says so, "--timeout".
+        is_quiet: say nothing: another process on the same screen does.
+    """
+
+    def __init__(self, say: Callable[[str], None], seconds: float, setting: str, is_quiet: bool = False) -> None:
+        self._say = say
+        self.seconds = seconds
+        self.setting = setting
+        self._is_quiet = is_quiet
+        self._begun = time.monotonic()
+        self._due = FIRST
+        self.has_told = False
+
+    @property
+    def is_over(self) -> bool:
+        """Has the deadline passed?"""
+        return time.monotonic() - self._begun > self.seconds
+
+    def tell(self, what: str) -> None:
+        """Say what is waited for where that is due; call it as often as you like."""
+        waited = time.monotonic() - self._begun
+        if self._is_quiet or waited < self._due:
+            return
+        self._due = next((seconds for seconds in AGAIN if seconds > waited), waited + AGAIN[-1])
+        self.has_told = True
+        self._say(f"headway: {what}, {self._until(waited)}")
+
+    def _until(self, waited: float) -> str:
+        if math.isinf(self.seconds):
+            return f"for as long as it takes ({self.setting})"
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds - waited))
+        return f"until {clock} ({self.seconds:g} s: {self.setting})"
+
+    def limit(self) -> str:
+        """The deadline as part of an error."""
+        return f"within {self.seconds:g} s ({self.setting} allows more)"
+
+    def end(self, what: str) -> None:
+        """Say that it is over, where it was said that it began."""
+        if self.has_told:
+            self._say(f"headway: {what}")
+
+
+def knock(host: str, port: int, waiting: RendezvousWait, me: str, unit: str = "machine") -> None:
+    """Wait until something listens where the machines meet.
+
+    Raises:
+        LaunchError: nothing does before the deadline.
+    """
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=3):
+                return
+        except OSError as error:
+            why = str(error.strerror or error).lower()
+        waiting.tell(f"{me} waits for {unit} 0 to open {host}:{port} ({why} so far)")
+        if waiting.is_over:
+            raise LaunchError(
+                f"{unit} 0 did not open {host}:{port} {waiting.limit()}: {why}. Start the launcher there with --machine_rank 0 and "
+                "the same address and port, and see that no firewall is in between (`headway doctor`)"
+            )
+        time.sleep(_LOOK)
+
+
+def in_time(make: Callable[[], T], waiting: RendezvousWait, what: str, on_late: str) -> T:
+    """Call `make` on a thread, as a call into an engine can neither be interrupted nor be given up.
+
+    Args:
+        what: said where it takes long.
+        on_late: the error where it takes until the deadline.
+
+    Raises:
+        LaunchError: it takes until the deadline.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="meeting", daemon=True).start()
+    while not wait([made], _LOOK).done:
+        waiting.tell(what)
+        if waiting.is_over:
+            raise LaunchError(on_late)
+    return made.result()
+
+
+def arrive(store: SealedStore, machine: int) -> None:
+    """Say at the meeting that this machine has come."""
+    store.set(f"{_KEY}/{machine}", socket.gethostname().encode())
+
+
+def missing(store: SealedStore, machines: Sequence[int]) -> list[int]:
+    """Which of these machines have not come yet."""
+    return [machine for machine in machines if store.find(f"{_KEY}/{machine}") is None]
+
+
+def named(machines: Sequence[int], unit: str = "machine") -> str:
+    """[1, 3] -> "machines 1, 3"."""
+    return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
+
+
+def wait_for_all(
+    store: SealedStore, machine: int, num_machines: int, waiting: RendezvousWait, where: str, unit: str
+) -> None:
+    """Come to the meeting, and wait until all machines have.
+
+    Raises:
+        LaunchError: some have not before the deadline; they are named.
+    """
+    arrive(store, machine)
+    absent: Sequence[int] = range(num_machines)
+    while absent := missing(store, absent):
+        waiting.tell(f"{unit} {machine} of {num_machines} waits at {where} for {named(absent, unit)}")
+        if waiting.is_over:
+            raise LaunchError(late(absent, num_machines, waiting, where, unit))
+        time.sleep(_LOOK)
+    waiting.end(f"all {num_machines} {unit}s are there")
+
+
+def late(absent: Sequence[int], num_machines: int, waiting: RendezvousWait, where: str, unit: str) -> str:
+    """The error of a meeting that not all have come to; `absent` is empty where all have come and yet did not begin."""
+    who = f"{named(absent, unit)} did not come" if absent else f"not all {unit}s began"
+    return (
+        f"the {num_machines} {unit}s did not meet at {where}: {who} {waiting.limit()}. Start the launcher there with its own "
+        "command; `headway launch` without --machine_rank prints the commands"
+    )
+
+
+class RendezvousWatch:
+    """Says on a thread who is missing, while an engine's own rendezvous waits."""
+
+    def __init__(
+        self,
+        connect: Callable[[], SealedStore],
+        machine: int,
+        num_machines: int,
+        waiting: RendezvousWait,
+        where: str,
+        unit: str,
+    ) -> None:
+        self._connect = connect
+        self._me, self._num_machines = machine, num_machines
+        self._waiting, self._where, self._unit = waiting, where, unit
+        self._absent: list[int] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="who-is-missing", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            arrive(store, self._me)
+            self._absent = list(range(self._num_machines))
+            while not self._is_over.wait(_LOOK):
+                self._absent = missing(store, self._absent)
+                who = f" for {named(self._absent, self._unit)}" if self._absent else ""
+                self._waiting.tell(f"{self._unit} {self._me} of {self._num_machines} waits at {self._where}{who}")
+        except (RuntimeError, OSError):
+            return  # the rendezvous itself tells of a lost store
+
+    def late(self) -> str:
+        """The error where the time to meet is over."""
+        return late(self._absent, self._num_machines, self._waiting, self._where, self._unit)
+
+    def end(self) -> None:
+        """The machines have met, or it is given up."""
+        self._is_over.set()
+        self._thread.join(5)
+
+
+def is_taken(error: BaseException | None) -> bool:
+    """Does an engine's error, or what it came from, say that the port is in use?"""
+    if error is None:
+        return False
+    is_said = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+    return is_said or is_taken(error.__cause__)
+
+
+def taken(port: int, free: int) -> str:
+    """The error where the port to meet at is in use on this machine."""
+    holder = _holder(port)
+    return (
+        f"port {port} of this machine is taken{f' by {holder}' if holder else ''}; end that program, or choose another port on all "
+        f"machines, such as --main_process_port {free}, which is free here now"
+    )
+
+
+def _holder(port: int) -> str:
+    """The program that listens on a port, where the system says so: "python (pid 12: python -m http.server)"."""
+    import psutil
+
+    try:
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr]
+        found = [one.pid for one in listening if getattr(one.laddr, "port", None) == port and one.pid is not None]
+        if not found:
+            return ""
+        process = psutil.Process(found[0])
+        command = " ".join(process.cmdline())
+        return f"{process.name()} (pid {process.pid}: {command[:80]}{'...' if len(command) > 80 else ''})"
+    except (psutil.Error, OSError):
+        return ""
 
 
 class _SingleRendezvous(RendezvousHandler):
@@ -135,12 +360,12 @@ class StaticRendezvous(_SingleRendezvous):
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
         waiting = waiting_of(order, self._say)
         if self._store is None:
-            seconds = max(_CALL, _finite(time_to_meet(order)))
+            seconds = max(_CALL, min(time_to_meet(order), _FOR_EVER))
             self._store = _at_the_meeting(order, waiting, lambda: _store_of(order, order.machine_rank == 0, seconds))
         store = PrefixStore(order.run_id, self._store)
         sealed = SealedStore(store, MEETING, self._seal)
         try:
-            meeting.wait_for_all(sealed, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+            wait_for_all(sealed, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
         except LaunchError:
             raise
         except RuntimeError as error:  # of the store, which is machine 0's
@@ -185,15 +410,13 @@ class _SealedBackend(C10dRendezvousBackend):
         return state
 
 
-def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> meeting.RendezvousWait:
+def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait:
     """A wait for the order's other machines. Of a cluster's tasks, which share a screen, two speak: one on each side."""
     setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--timeout"
-    return meeting.RendezvousWait(
-        say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
-    )
+    return RendezvousWait(say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1)
 
 
-def _at_the_meeting(order: AgentOrder, waiting: meeting.RendezvousWait, make: Callable[[], T]) -> T:
+def _at_the_meeting(order: AgentOrder, waiting: RendezvousWait, make: Callable[[], T]) -> T:
     """Open machine 0's port, or wait for it to be open, and make what meets there.
 
     Raises:
@@ -202,10 +425,10 @@ def _at_the_meeting(order: AgentOrder, waiting: meeting.RendezvousWait, make: Ca
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     me = f"{order.unit} {order.machine_rank} of {order.num_machines}"
     if order.machine_rank > 0:
-        meeting.knock(host, port, waiting, me, order.unit)
+        knock(host, port, waiting, me, order.unit)
     strange = f"what answers at {order.endpoint} is not the launcher of {order.unit} 0"
     try:
-        return meeting.in_time(
+        return in_time(
             make,
             waiting,
             f"{me} waits for an answer from {order.endpoint}, where another program may listen in place of {order.unit} 0",
@@ -213,19 +436,14 @@ def _at_the_meeting(order: AgentOrder, waiting: meeting.RendezvousWait, make: Ca
             f"such as --main_process_port {free_port()}",
         )
     except (RendezvousError, RuntimeError, OSError) as error:
-        if order.machine_rank == 0 and meeting.is_taken(error):
-            raise LaunchError(meeting.taken(port, free_port())) from error
+        if order.machine_rank == 0 and is_taken(error):
+            raise LaunchError(taken(port, free_port())) from error
         raise
-
-
-def _finite(seconds: float) -> float:
-    return min(seconds, _FOR_EVER)
 
 
 def timeout() -> float:
     """Seconds that a rank may be missing from a collective; 0: for ever."""
-    seconds, _ = run_setting("timeout", None, DEFAULT_TIMEOUT)
-    return float(seconds)
+    return float(run_setting("timeout", None, DEFAULT_TIMEOUT)[0])
 
 
 def time_to_meet(order: AgentOrder) -> float:
@@ -245,7 +463,8 @@ def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> Re
         return LocalRendezvous()
     if order.backend == "static":
         return StaticRendezvous(order, say, seal)
-    conf: dict[str, Any] = {"join_timeout": int(_finite(time_to_meet(order))), **order.conf, "rank": order.machine_rank}
+    seconds = int(min(time_to_meet(order), _FOR_EVER))
+    conf: dict[str, Any] = {"join_timeout": seconds, **order.conf, "rank": order.machine_rank}
     # Left to itself torch compares host names, which says the wrong thing on many clusters.
     conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL, **conf}
     if order.min_machines < order.num_machines:
@@ -269,7 +488,7 @@ def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> Re
     return _at_the_meeting(order, waiting, begin)
 
 
-def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meeting.RendezvousWatch | None:
+def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
     """Who is missing, said while torch's own rendezvous waits; None where the way to meet says so itself."""
     if order.backend != "c10d":
         return None
@@ -278,4 +497,4 @@ def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meet
     def connect() -> SealedStore:
         return SealedStore(PrefixStore(f"{order.run_id}/headway", _store_of(order, False, 30)), MEETING, seal)
 
-    return meeting.RendezvousWatch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+    return RendezvousWatch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

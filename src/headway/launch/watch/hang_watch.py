@@ -165,43 +165,31 @@ class HangWatch:
             everywhere += [decode(content) for content in others]
         # A script that sets the timeout itself knows better than the command line.
         self._timeout = max((view.timeout for view in everywhere if view.timeout), default=self._given)
+        elsewhere = everywhere[len(views) :]
         if self._world_size and judge.lingering(everywhere, self._timeout, self._world_size) is not None:
-            self._stop_lingering_ranks(workers, views, everywhere)
-            return
-        if len(everywhere) < self._world_size or judge.judge(everywhere, self._timeout) is None:
+            dumps = _dump_stacks(workers, views, of_ended=True)
+            views = [*_use_any_stack(views, dumps), *elsewhere]
+            verdict = judge.lingering(views, self._timeout, self._world_size)
+        elif len(everywhere) < self._world_size or judge.judge(everywhere, self._timeout) is None:
             self._report_missing_ranks(everywhere)
             return
-        dumps = _dump_stacks(workers, views)
-        # Judged again: who was only late has come meanwhile.
-        views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
-        verdict = judge.judge([*views, *everywhere[len(workers) :]], self._timeout)
-        if verdict is not None and workers == self._workers:
-            self.found = Hang(verdict, dumps)
-
-    def _stop_lingering_ranks(
-        self, workers: tuple[Worker, ...], views: Sequence[RankView], everywhere: Sequence[RankView]
-    ) -> None:
-        dumps = _dump_stacks(workers, views, of_ended=True)
-        verdict = judge.lingering(
-            [*_use_any_stack(views, dumps), *everywhere[len(views) :]], self._timeout, self._world_size
-        )
+        else:
+            dumps = _dump_stacks(workers, views)
+            # Judged again: who was only late has come meanwhile.
+            views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
+            verdict = judge.judge([*views, *elsewhere], self._timeout)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
     def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
         """Tell once where a process is that keeps the launcher waiting though its script is over."""
-        late = [
-            (worker, view)
-            for worker, view in zip(workers, views)
-            if view.has_ended
-            and view.exit_code is None
-            and view.phase_age > _SOON
-            and (view.rank, _LINGERS) not in self._said
-        ]
-        if not late:
+        found = [view for view in views if view.has_ended and view.exit_code is None and view.phase_age > _SOON]
+        found = [view for view in found if (view.rank, _LINGERS) not in self._said]
+        if not found:
             return
-        found = [view for _, view in late]
-        for view in _use_any_stack(found, _dump_stacks([worker for worker, _ in late], found, of_ended=True)):
+        ranks = {view.rank for view in found}
+        late = [worker for worker in workers if worker.rank in ranks]
+        for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
             self._said.add((view.rank, _LINGERS))
             self._say(f"headway: {judge.lateness(view)}. It is waited for")
 

@@ -98,14 +98,10 @@ def lingering(views: Sequence[RankView], timeout: float, world_size: int) -> Han
     """
     if timeout <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
         return None
-    left = tuple(
-        view for view in views if view.exit_code is None and view.phase_age > timeout and view.idle_age > timeout
-    )
-    return (
-        HangDiagnosis(timeout, (), left, world_size)
-        if left and all(view.idle_age < math.inf for view in left)
-        else None
-    )
+    left = tuple(view for view in views if view.exit_code is None and min(view.phase_age, view.idle_age) > timeout)
+    if not left or any(view.idle_age == math.inf for view in left):
+        return None
+    return HangDiagnosis(timeout, (), left, world_size)
 
 
 def lateness(view: RankView) -> str:
@@ -166,13 +162,11 @@ def headline(verdict: HangDiagnosis) -> str:
     longest = _span(_age(waiting[0]))
     if not missing:
         return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({timeout}), {_for_what(waiting)}"
-    who = _ranks(missing)
-    verb = "is" if len(missing) == 1 else "are"
-    others = _ranks(waiting)
-    has = "has" if len(waiting) == 1 else "have"
+    verb, has = "is" if len(missing) == 1 else "are", "has" if len(waiting) == 1 else "have"
+    operations = " and ".join(dict.fromkeys(view.operation for view in waiting))
     return (
-        f"this run hangs: {who} of {verdict.world_size} {verb} missing from {_operations(waiting)}, "
-        f"where {others} {has} waited for {longest} ({timeout})"
+        f"this run hangs: {_ranks(missing)} of {verdict.world_size} {verb} missing from {operations}, "
+        f"where {_ranks(waiting)} {has} waited for {longest} ({timeout})"
     )
 
 
@@ -184,10 +178,8 @@ def text(verdict: HangDiagnosis) -> str:
         lines.append(
             f"  save_state was called on {_ranks(saving)} only, at {where(saving[0])}: call it on every rank, unconditionally"
         )
-    if not verdict.waiting:
-        lines += [line for view in verdict.missing for line in _about_lingering(view)]
-    for view in verdict.missing if verdict.waiting else ():
-        lines += _about_missing(view, verdict.waiting[0])
+    for view in verdict.missing:
+        lines += _about_missing(view, verdict.waiting[0]) if verdict.waiting else _about_lingering(view)
     told: dict[str, list[RankView]] = {}
     for view in verdict.waiting:
         told.setdefault(_place(view), []).append(view)
@@ -202,10 +194,8 @@ def text(verdict: HangDiagnosis) -> str:
 
 def where(view: RankView) -> str:
     """The user's innermost line, and the library's that it called."""
-    own = stacks.users(view.frames)
-    if not own:
-        return str(view.frames[0]) if view.frames else "an unknown place"
-    return str(own[0])
+    frames = stacks.users(view.frames) or view.frames
+    return str(frames[0]) if frames else "an unknown place"
 
 
 def _about_missing(view: RankView, waiting: RankView) -> list[str]:
@@ -213,11 +203,8 @@ def _about_missing(view: RankView, waiting: RankView) -> list[str]:
     if view.has_ended:
         text = f"{name} has finished its script"
         return [text, "      it left before the others: give all ranks the same number of batches and collectives"]
-    lines = [f"{name} {_doing(view)}"]
-    own = stacks.users(view.frames)
-    if own and own[0].source:
-        lines.append(f"      {own[0].source}")
-    lines += [f"      called from {frame}" for frame in own[1:4]]
+    lines = [f"{name} {_doing(view)}", *_source(view)]
+    lines += [f"      called from {frame}" for frame in stacks.users(view.frames)[1:4]]
     loop = stacks.left_loop(view.frames, waiting.frames)
     if loop is not None:
         lines.append(f"      it has left the loop of {loop}, in which the others wait: give all ranks as many steps")
@@ -226,14 +213,13 @@ def _about_missing(view: RankView, waiting: RankView) -> list[str]:
 
 
 def _about_lingering(view: RankView) -> list[str]:
-    lines = [f"  {lateness(view)}"]
-    own = stacks.users(view.frames)
-    if own and own[0].source:
-        lines.append(f"      {own[0].source}")
-    return [
-        *lines,
-        "      let threads end when the script does (daemon=True), and exit functions return; --timeout 0 waits for ever",
-    ]
+    advice = "let threads end when the script does (daemon=True), and exit functions return; --timeout 0 waits for ever"
+    return [f"  {lateness(view)}", *_source(view), f"      {advice}"]
+
+
+def _source(view: RankView) -> list[str]:
+    """The user's innermost line as it stands in the file, where that is here."""
+    return [f"      {frame.source}" for frame in stacks.users(view.frames)[:1] if frame.source]
 
 
 def _doing(view: RankView) -> str:
@@ -294,11 +280,6 @@ def _place(view: RankView) -> str:
     number = f" #{wait.number}" if wait.number else ""
     during = " of the gradients" if stacks.is_in_backward(view.frames) else ""
     return f"{view.operation}{number}{during} at {where(view)}"
-
-
-def _operations(waiting: Sequence[RankView]) -> str:
-    names = dict.fromkeys(view.operation for view in waiting)
-    return " and ".join(names)
 
 
 def _for_what(waiting: Sequence[RankView]) -> str:

@@ -307,7 +307,7 @@ def view_of(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
                 one["number"],
                 one["operation"],
                 None if one["since"] is None else now - one["since"],
-                None if one["members"] is None else tuple(one["members"]),
+                _members(one),
             )
             for one in note.get("torch", [])
         )
@@ -344,16 +344,11 @@ def encode(view: RankView) -> dict[str, Any]:
 
 def decode(content: Mapping[str, Any]) -> RankView:
     """Read `encode`'s JSON."""
-    calls = content["calls"]
-    return RankView(
-        **{
-            **content,
-            "frames": tuple(Frame(*frame) for frame in content["frames"]),
-            "calls": None
-            if calls is None
-            else tuple(
-                CollectiveCall(**{**call, "members": None if call["members"] is None else tuple(call["members"])})
-                for call in calls
-            ),
-        }
-    )
+    frames, calls = tuple(Frame(*frame) for frame in content["frames"]), content["calls"]
+    if calls is not None:
+        calls = tuple(CollectiveCall(**{**call, "members": _members(call)}) for call in calls)
+    return RankView(**{**content, "frames": frames, "calls": calls})
+
+
+def _members(call: Mapping[str, Any]) -> tuple[int, ...] | None:
+    return None if call["members"] is None else tuple(call["members"])

@@ -27,18 +27,7 @@ _HEADER = 3
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPERATIONS = (
-    "numbers",
-    "gather",
-    "reduce",
-    "broadcast",
-    "pad",
-    "objects",
-    "object",
-    "barrier",
-    VOTE,
-    "stream_weights",
-)
+_EXCHANGES = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE, "stream_weights")
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _CARRIED_NAMES = "bool uint8 int8 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 _CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
@@ -261,19 +250,13 @@ class Collectives:
 
         Without a handshake: for callers that have just agreed otherwise (a vote) on what will travel.
         """
-        self._in_place(
-            "sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True), is_sum=True
-        )
+        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True))
 
     def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Rank `src`'s values into contiguous tensors of all ranks; without a handshake, as `sum_in_place`."""
         root = self._global_rank(src)
         self._in_place(
-            "broadcast in place",
-            found,
-            lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True),
-            is_sum=False,
-            src=src,
+            "broadcast in place", found, lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True), src
         )
 
     def _in_place(
@@ -281,16 +264,16 @@ class Collectives:
         operation: str,
         found: Sequence[torch.Tensor],
         start: Callable[[torch.Tensor], Any],
-        *,
-        is_sum: bool,
-        src: int = 0,
+        src: int | None = None,
     ) -> None:
+        """Carry out what `start` begins for each tensor: from rank `src`; None: a sum."""
+        is_sum = src is None
         if self.world_size == 1:
             return
-        entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        entry = self.ledger.record(operation)
         if self._trail.is_open:
             kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
-            self._trail.note(self.place, "in place", is_sum, src, kinds)
+            self._trail.note(self.place, "in place", is_sum, src or 0, kinds)
         for work in start_all([tensor for tensor in found if tensor.numel()], self._for, start, is_sum=is_sum):
             work.wait()
         self._trail.passed()
@@ -360,9 +343,9 @@ class Collectives:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         if self.group is None:
             self._attendance.count_exchange()
-        entry = self.ledger.record(operation, signature)
+        entry = self.ledger.record(operation)
         self._trail.note(self.place, "numbers", operation, signature, len(numbers))
-        slots = [float(_OPERATIONS.index(operation)), digest(signature), float(len(numbers)), *numbers]
+        slots = [float(_EXCHANGES.index(operation)), digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)

@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,11 @@ Tree = Any
 def is_packed(tree: Tree) -> bool:
     """Is it a PackedSequence, a named tuple whose parts only make sense together?"""
     return isinstance(tree, PackedSequence)
+
+
+def is_record(tree: Tree) -> bool:
+    """Is it an object of a dataclass?"""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] = is_packed) -> Tree:
@@ -49,7 +53,7 @@ def _map_special(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], 
         return like_mapping(tree, {key: map_leaves(fn, value, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
         return like_sequence(tree, (map_leaves(fn, value, is_leaf) for value in tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if is_record(tree):
         return like_dataclass(tree, {name: map_leaves(fn, value, is_leaf) for name, value in _fields(tree)})
     return fn(tree)
 
@@ -108,7 +112,7 @@ def leaves(tree: Tree) -> Iterator[Any]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from leaves(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif is_record(tree):
         for _, value in _fields(tree):
             yield from leaves(value)
     else:
@@ -136,7 +140,7 @@ def structure(tree: Tree) -> str:
         return "{" + ",".join(f"{key}:{structure(value)}" for key, value in tree.items()) + "}"
     if isinstance(tree, list | tuple):
         return "[" + ",".join(structure(value) for value in tree) + "]"
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if is_record(tree):
         inner = ",".join(f"{name}:{structure(value)}" for name, value in _fields(tree))
         return f"{type(tree).__name__}({inner})"
     return "."
@@ -220,8 +224,8 @@ def cut_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
         UnsupportedError: an object that moves itself to devices, so that it holds tensors, but has no rows that anyone knows.
     """
     if isinstance(tree, torch.Tensor | numpy.ndarray):
-        return tree[start:stop] if tree.ndim > 0 and tree.shape[0] == num_rows else tree
-    if moves_itself(tree) and not (is_dataclass(tree) or isinstance(tree, Mapping)):
+        return tree[start:stop] if _has_rows(tree, num_rows) else tree
+    if moves_itself(tree) and not (dataclasses.is_dataclass(tree) or isinstance(tree, Mapping)):
         if stop - start < num_rows:
             raise UnsupportedError(
                 f"a {type(tree).__name__} cannot be cut by rows; put tensors in the batch (pad_packed_sequence, or a dict of the "
@@ -230,27 +234,15 @@ def cut_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
         return tree
     cut = partial(cut_rows, start=start, stop=stop, num_rows=num_rows)
     if isinstance(tree, Mapping):
-        return _map_values(cut, tree)
+        return like_mapping(tree, {key: cut(value) for key, value in tree.items()})
     if isinstance(tree, list | tuple):
         if len(tree) == num_rows and not any(_has_rows(item, num_rows) for item in tree):
             return tree[start:stop]
-        items = [cut(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **{field.name: cut(getattr(tree, field.name)) for field in fields(tree) if field.init})
+        return like_sequence(tree, [cut(item) for item in tree])
+    if is_record(tree):
+        cut_fields = {each.name: cut(getattr(tree, each.name)) for each in dataclasses.fields(tree) if each.init}
+        return dataclasses.replace(tree, **cut_fields)
     return tree
-
-
-def _map_values(fn: Callable[[Any], Any], tree: Mapping[Any, Any]) -> Any:
-    values = {key: fn(value) for key, value in tree.items()}
-    if type(tree) is dict:
-        return values
-    if not isinstance(tree, MutableMapping):
-        return type(tree)(values)  # type: ignore[call-arg]
-    twin = copy.copy(tree)
-    for key, value in values.items():
-        twin[key] = value
-    return twin
 
 
 def _has_rows(item: Any, num_rows: int) -> bool:

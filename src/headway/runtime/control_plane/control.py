@@ -33,6 +33,7 @@ from headway.runtime.control_plane.store import (
     wait_for,
     whereabouts,
 )
+from headway.runtime.group import MARGIN
 
 log = get_logger(__name__)
 Op = Literal["any", "min", "max", "sum"]
@@ -46,8 +47,6 @@ _CODES = {op: code for code, op in enumerate(_FOLDS)}
 _HEAD = struct.Struct("<qBH")  # number of the vote, operation, how many values
 _MISMATCH = -1
 _ARRIVED, _WEIGHTY = 1, 1 << 32  # an arrival counts 1; one with a value other than zero counts this too
-
-_MARGIN = timedelta(seconds=30)
 
 UNTIL_ENDED = 30.0
 """Seconds in which the launcher ends a process that has aborted the run; then it ends itself."""
@@ -70,7 +69,7 @@ class Control:
         self.timeout = timeout
         self._link = link
         # Who watches over the run knows more than this, and speaks first.
-        self._limit = timeout + _MARGIN if link is not None and link.is_launched else timeout
+        self._limit = timeout + MARGIN if link is not None and link.is_launched else timeout
         self._num_votes = 0
         # One connection for all votes, whatever thread they come from: on it, what was sent first is done first.
         self._channel: SealedStore | None = None
@@ -147,12 +146,9 @@ class Control:
 
     def _read(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
         if result[: _HEAD.size] != head:
-            is_told = _HEAD.unpack_from(result)[0] == _MISMATCH
-            said = (
-                result[_HEAD.size :].decode()
-                if is_told
-                else f"rank {self.rank}: {_said(head)}; others: {_said(result)}"
-            )
+            said = f"rank {self.rank}: {_said(head)}; others: {_said(result)}"
+            if _HEAD.unpack_from(result)[0] == _MISMATCH:
+                said = result[_HEAD.size :].decode()
             raise CollectiveError(f"ranks voted about different things: {said}. Let all ranks vote alike, in one order")
         if len(result) == _HEAD.size:
             if any(values):  # the count of arrivals is torch's, and carries no proof

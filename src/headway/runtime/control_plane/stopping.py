@@ -29,7 +29,7 @@ from headway.runtime import heartbeat, process, pulse
 from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import Control, current
 from headway.runtime.control_plane.store import first_line, named
-from headway.runtime.signals import SignalFlags
+from headway.runtime.ending import SignalFlags
 
 LOOK = 0.2
 """Seconds between looks for what another rank has heard."""

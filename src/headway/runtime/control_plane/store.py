@@ -31,7 +31,7 @@ from headway.common.text import listed
 from headway.common.untrusted import Seal, UnsealedCounter, parse_json, plain, printable, shown
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
-from headway.runtime.control_plane.listening import listen
+from headway.runtime.network import listen
 
 
 class SealedStore:
@@ -289,7 +289,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) 
         OSError: the port is taken or not allowed.
     """
     listener = listen(host, port)
-    number = listener.getsockname()[1]
+    number, handle = listener.getsockname()[1], listener.detach()
     return TCPStore(
         host,
         number,
@@ -297,7 +297,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) 
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=handle,
     )
 
 
@@ -335,11 +335,8 @@ def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta
         # A port in use may be that of a store that this process has opened already, which torch then hands out again.
         with contextlib.suppress(OSError):
             return serve(address, port, timeout), rank, world_size
-    return (
-        TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout),
-        rank,
-        world_size,
-    )
+    store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+    return store, rank, world_size
 
 
 def wait_for(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:

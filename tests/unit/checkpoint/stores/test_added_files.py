@@ -5,7 +5,7 @@ import torch
 from click.testing import CliRunner
 
 from headway import Accelerator, ProjectConfiguration
-from headway.cli.merge import command
+from headway.cli.checkpoints import merge as command
 
 
 def test_merge_brings_what_from_pretrained_needs(bucket, tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from headway.cli.estimate import command
+from headway.cli.forecasts import estimate as command
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.forecasting.device import calibration
 from headway.forecasting.device.calibration import CalibrationRecord, read, write

@@ -10,8 +10,16 @@ from torch.distributed import HashStore
 
 from headway.common.untrusted import Seal, UnsealedCounter
 from headway.errors import LaunchError
-from headway.launch.agent import meeting
-from headway.launch.agent.meeting import RendezvousWait, RendezvousWatch, in_time, is_taken, knock, taken, wait_for_all
+from headway.launch.agent import rendezvous
+from headway.launch.agent.rendezvous import (
+    RendezvousWait,
+    RendezvousWatch,
+    in_time,
+    is_taken,
+    knock,
+    taken,
+    wait_for_all,
+)
 from headway.runtime.control_plane.store import SealedStore
 
 
@@ -23,13 +31,13 @@ def a_store() -> SealedStore:
 @pytest.fixture
 def said(monkeypatch):
     """The lines; the first one comes at once."""
-    monkeypatch.setattr(meeting, "FIRST", 0.0)
+    monkeypatch.setattr(rendezvous, "FIRST", 0.0)
     return []
 
 
 def test_it_is_said_at_once_and_then_sparingly(monkeypatch):
     now, lines = [0.0], []
-    monkeypatch.setattr(meeting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
     waiting = RendezvousWait(lines.append, 2000, "--timeout")
     for second in range(2000):
         now[0] = float(second)
@@ -52,20 +60,20 @@ def test_for_ever(said):
 
 def test_who_has_not_come_is_named(said):
     store = a_store()
-    meeting.arrive(store, 2)
+    rendezvous.arrive(store, 2)
     with pytest.raises(
         LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--timeout"
     ):
         wait_for_all(store, 0, 4, RendezvousWait(said.append, 0.1, "--timeout"), "h:1", "machine")
     assert said[0].startswith("headway: machine 0 of 4 waits at h:1 for machines 1, 3, until ")
-    threading.Timer(0.3, lambda: [meeting.arrive(store, number) for number in (1, 3)]).start()
+    threading.Timer(0.3, lambda: [rendezvous.arrive(store, number) for number in (1, 3)]).start()
     wait_for_all(store, 0, 4, RendezvousWait(said.append, 30, "--timeout"), "h:1", "machine")
     assert said[-1] == "headway: all 4 machines are there"
 
 
 def test_those_who_come_in_time_say_nothing():
     store, lines = a_store(), []
-    meeting.arrive(store, 1)
+    rendezvous.arrive(store, 1)
     wait_for_all(store, 0, 2, RendezvousWait(lines.append, 30, "--timeout"), "h:1", "machine")
     assert lines == []
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from headway.runtime.control_plane import listening
-from headway.runtime.control_plane.listening import is_loopback, listen
+from headway.runtime import network
+from headway.runtime.network import is_loopback, listen
 
 
 def found(*addresses: str):
@@ -24,7 +24,7 @@ def test_loopback_stays_loopback():
     (),
 ])  # fmt: skip
 def test_a_name_that_is_no_address_of_this_machine_listens_everywhere(monkeypatch, addresses):
-    monkeypatch.setattr(listening.socket, "getaddrinfo", found(*addresses))
+    monkeypatch.setattr(network.socket, "getaddrinfo", found(*addresses))
     with listen("machine") as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
         monkeypatch.undo()
@@ -32,8 +32,8 @@ def test_a_name_that_is_no_address_of_this_machine_listens_everywhere(monkeypatc
 
 
 def test_of_several_addresses_the_first_of_this_machine_listens(monkeypatch):
-    monkeypatch.setattr(listening, "is_loopback", lambda address: False)  # as if the second were an outer one
-    monkeypatch.setattr(listening.socket, "getaddrinfo", found("192.0.2.1", "127.0.0.9"))
+    monkeypatch.setattr(network, "is_loopback", lambda address: False)  # as if the second were an outer one
+    monkeypatch.setattr(network.socket, "getaddrinfo", found("192.0.2.1", "127.0.0.9"))
     with listen("machine") as listener:
         assert listener.getsockname()[0] == "127.0.0.9"
 

@@ -1,11 +1,13 @@
-"""Which address and interface of this machine the others reach it by; the host name's loopback trap."""
+"""This machine on the network: by which address and interface others reach it, the host name's loopback trap, where it listens.
 
+A port listens where a run needs it, and nowhere else: on loopback for one machine, on one interface for several.
+"""
+
+import errno
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from headway.runtime.control_plane.listening import is_loopback
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that no machine has (RFC 5737, RFC 3849): the way there is the default route. No packet is sent."""
@@ -17,6 +19,9 @@ _WITHOUT_OTHERS = ("docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "p
 """How interfaces begin that lead to this machine's own containers."""
 
 
+BACKLOG = 4096
+
+
 @dataclass(frozen=True)
 class Interface:
     """A network interface that is up.
@@ -24,14 +29,10 @@ class Interface:
     Attributes:
         name: as `ip link` shows it.
         addresses: its IPv4 and IPv6 addresses, without a scope.
-        megabits: its speed per second; 0 where the driver does not say.
-        mtu: the largest packet, in bytes.
     """
 
     name: str
     addresses: tuple[str, ...]
-    megabits: int
-    mtu: int
 
     @property
     def is_loopback(self) -> bool:
@@ -53,7 +54,7 @@ def interfaces() -> list[Interface]:
         )
         state = states.get(name)
         if addresses and state is not None and state.isup:
-            found.append(Interface(name, addresses, state.speed, state.mtu))
+            found.append(Interface(name, addresses))
     return sorted(found, key=lambda one: not one.is_loopback)
 
 
@@ -138,3 +139,36 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def is_loopback(address: str) -> bool:
+    """Is it an address by which a machine reaches itself only?"""
+    return address in ("localhost", "::1") or address.startswith(("127.", "::ffff:127."))
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this machine.
+
+    Args:
+        host: the address, as those that connect know it. Where it is no address of this machine's, such as that of a service
+            before it, or a name that leads this machine to itself only, all interfaces listen.
+        port: 0 for any free one.
+
+    Raises:
+        OSError: the port is taken or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in found:
+        if is_loopback(str(address[0])) and not is_loopback(host):
+            continue
+        try:
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=BACKLOG)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headway.cli.checks.fabric import RankLocation, compare, judge
+from headway.cli.checks import RankLocation, compare, judge
 
 HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
