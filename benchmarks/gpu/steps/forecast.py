@@ -17,7 +17,6 @@ from headway.forecasting.answer import Forecast
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import find, named
 from headway.forecasting.tracing.step import StepRecipe
-from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
 from headway.training.transforms.activation_checkpointing import checkpoint_activations
 
@@ -143,7 +142,7 @@ def beyond(bench: Bench, name: str, forecast: Forecast, found: OfTheDevice) -> N
         bench.row(
             Row(
                 f"{name}: in use", in_use, "MiB", forecast.total / 2**20, "forecast", f"{least:,.0f} to {most:,.0f} MiB",
-                least <= in_use <= most, "of all processes, as NVML or the driver shows it",
+                least <= in_use <= most, "of all processes, as the driver shows it",
             )
         )  # fmt: skip
     replayed = compare(found.snapshot)
@@ -189,11 +188,17 @@ def measured(
         bench.synchronize()
         taken = torch.cuda.max_memory_allocated()
         found = OfTheDevice(
-            torch.cuda.max_memory_reserved(), memory_use(bench.device).occupied, torch.cuda.memory._snapshot()
+            torch.cuda.max_memory_reserved(), _occupied(bench.device), torch.cuda.memory._snapshot()
         )
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     return taken, found
+
+
+def _occupied(device: torch.device) -> int:
+    """What all processes hold, of the memory that the driver does not keep for itself."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def prepared(bench: Bench, case: Case, make: Callable[[], nn.Module]) -> nn.Module:

@@ -137,12 +137,10 @@ _V100 = (
 )
 
 
-_H100_DRIVER = 480 * MIB
-"""Of its nominal memory: kept by the driver, whatever runs."""
-_H100_OVERHEAD = (_H100_DRIVER + 527 * MIB, _H100_DRIVER + 770 * MIB, _H100_DRIVER + 1000 * MIB)
+_H100_OVERHEAD = (527 * MIB, 770 * MIB, 1000 * MIB)
 _H100 = (
-    "measured on an H100 80GB HBM3, driver 580, torch 2.11 for CUDA 13: 480 MiB stay with the driver, 527 are a context, 767 to 771 "
-    "a context and the kernels of a training step"
+    "measured on an H100 80GB HBM3, driver 580, torch 2.11 for CUDA 13: 527 MiB for a context, 767 to 771 with a training step's "
+    "kernels; of its 81,559 MiB the driver keeps 480"
 )
 
 
@@ -196,7 +194,7 @@ DEVICES = {
         _assumed("l40s", 46068, (8, 9), _rates("L40S", 864), 142),
         _assumed("a100-40gb", 40960, (8, 0), _rates("A100", 1555), 108),
         _assumed("a100-80gb", 81920, (8, 0), _rates("A100", 2039), 108),
-        Device("h100", 81559 * MIB, (9, 0), _H100_OVERHEAD, _HOPPER, _H100, _rates("H100", 3350), 132),
+        Device("h100", 81079 * MIB, (9, 0), _H100_OVERHEAD, _HOPPER, _H100, _rates("H100", 3350), 132),
         _assumed("h200", 143771, (9, 0), _rates("H200", 4800), 132, _HOPPER),
         _assumed("b100", 183359, (10, 0), _rates("B100", 8000), 132, _HOPPER),
         _assumed("b200", 183359, (10, 0), _rates("B200", 8000), 148, _HOPPER),
