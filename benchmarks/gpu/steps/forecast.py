@@ -187,9 +187,7 @@ def measured(
         train(bench, case, prepared(bench, case, make), batch_of, loss, size)
         bench.synchronize()
         taken = torch.cuda.max_memory_allocated()
-        found = OfTheDevice(
-            torch.cuda.max_memory_reserved(), _occupied(bench.device), torch.cuda.memory._snapshot()
-        )
+        found = OfTheDevice(torch.cuda.max_memory_reserved(), _occupied(bench.device), torch.cuda.memory._snapshot())
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     return taken, found
