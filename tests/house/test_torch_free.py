@@ -47,6 +47,10 @@ def test_no_heavy_import(arguments, tmp_path):
     assert sorted({name.partition(".")[0] for name in modules} & set(HEAVY)) == []
 
 
+def test_openssl_is_not_loaded_for_nothing(tmp_path):
+    assert "_hashlib" not in imported(["--version"], str(tmp_path))
+
+
 def test_a_device_that_is_none_is_told_before_torch_is_loaded(tmp_path):
     says = "device='a100' is not in the table; did you mean a100-40gb or a100-80gb?"
     modules = imported(["estimate", "gpt2", "--device", "a100"], str(tmp_path), code=2, says=says)

@@ -3,7 +3,6 @@
 What shows that a line or a value is of this run after all: an HMAC with the run's secret before it, checked before it is read.
 """
 
-import hmac
 import json
 import os
 import stat
@@ -199,12 +198,14 @@ class Seal:
     """
 
     def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
-        self._secret = secret
+        import hmac  # brings OpenSSL, which most of who reads here has no use for
+
+        self._secret, self._digest, self._is_same = secret, hmac.digest, hmac.compare_digest
         self.strangers = strangers
 
     def derive(self, salt: str) -> str:
         """A secret of its own for each salt, in hexadecimal."""
-        return hmac.digest(self._secret, salt.encode(), "sha256").hex()
+        return self._digest(self._secret, salt.encode(), "sha256").hex()
 
     def close(self, place: str, content: bytes) -> bytes:
         """The content with its proof; it opens at the same place only."""
@@ -213,9 +214,9 @@ class Seal:
     def open(self, place: str, sealed: bytes) -> bytes | None:
         """What was closed at this place; None for anything else, which whoever asks has to note."""
         content = sealed[SIZE:]
-        return content if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)) else None
+        return content if self._is_same(sealed[:SIZE], self._proof(place, content)) else None
 
     def _proof(self, place: str, content: bytes) -> bytes:
         name = place.encode()
-        proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
+        proof = self._digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
         return proof[: SIZE // 2].hex().encode()

@@ -295,7 +295,7 @@ class OpenTelemetryAdapter(Tracker):
 
     def log_event(self, name: str, details: Mapping[str, Any], step: int | None = None) -> None:
         """A log record."""
-        flat = leaves({"step": step, **details}, ".")
+        flat = dict(leaves({"step": step, **details}, ".")).items()
         told = {k: v if isinstance(v, str | float | int) else json.dumps(v) for k, v in flat if v is not None}
         self._send({"event": f"headway.{name}", "time": time.time(), "attributes": told})
 

@@ -54,8 +54,8 @@ class TrainerState:
     owes_epoch_end: bool = False
 
     _OF_THE_RUN = (
-        *("epoch", "global_step", "log_history", "owes_epoch_end"),
-        *("best_metric", "best_global_step", "best_model_checkpoint"),
+        *("epoch", "global_step", "log_history"),
+        *("best_metric", "best_global_step", "best_model_checkpoint", "owes_epoch_end"),
     )
 
     def state_dict(self) -> dict[str, Any]:

@@ -419,8 +419,8 @@ class EvaluationSanityCheck:
     def _copy_measure(self) -> tuple[Measure, bool]:
         """(what is made of predictions, by a copy of a metric that may keep something; is the metric among it?)."""
         measure = self.measure
-        shared = [*self.shared, *self.model.modules(), *self.model.parameters(), *self.model.buffers()]
         try:
+            shared = [*self.shared, *self.model.modules(), *self.model.parameters(), *self.model.buffers()]
             return replace(measure, compute=_copy_metric(measure.compute, shared)), True
         except Exception as error:  # whatever the user's object raises
             if callable(getattr(measure.compute, "reset", None)):  # each evaluation resets it first
