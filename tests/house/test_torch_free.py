@@ -47,6 +47,11 @@ def test_no_heavy_import(arguments, tmp_path):
     assert sorted({name.partition(".")[0] for name in modules} & set(HEAVY)) == []
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]], ids=" ".join)
+def test_help_does_not_wait_for_openssl(arguments, tmp_path):
+    assert not imported(arguments, str(tmp_path)) & {"hmac", "_hashlib"}
+
+
 def test_a_device_that_is_none_is_told_before_torch_is_loaded(tmp_path):
     says = "device='a100' is not in the table; did you mean a100-40gb or a100-80gb?"
     modules = imported(["estimate", "gpt2", "--device", "a100"], str(tmp_path), code=2, says=says)

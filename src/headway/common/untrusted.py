@@ -3,7 +3,6 @@
 What shows that a line or a value is of this run after all: an HMAC with the run's secret before it, checked before it is read.
 """
 
-import hmac
 import json
 import os
 import stat
@@ -204,6 +203,8 @@ class Seal:
 
     def derive(self, salt: str) -> str:
         """A secret of its own for each salt, in hexadecimal."""
+        import hmac  # with OpenSSL, which most commands have no use for
+
         return hmac.digest(self._secret, salt.encode(), "sha256").hex()
 
     def close(self, place: str, content: bytes) -> bytes:
@@ -212,10 +213,14 @@ class Seal:
 
     def open(self, place: str, sealed: bytes) -> bytes | None:
         """What was closed at this place; None for anything else, which whoever asks has to note."""
+        import hmac
+
         content = sealed[SIZE:]
         return content if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)) else None
 
     def _proof(self, place: str, content: bytes) -> bytes:
+        import hmac
+
         name = place.encode()
         proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
         return proof[: SIZE // 2].hex().encode()
