@@ -103,6 +103,9 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
         from headway.forecasting.device import devices
 
         devices.find(given["device"])  # a name that is none is told before torch is loaded
+    # Now: a user's folder, where files may be called as Python's modules, comes first while a script runs, and after it.
+    import headway.tracking.report.forecast_page  # noqa: F401
+
     show_progress()
     if script:
         _check_script(given)

@@ -366,8 +366,7 @@ _EPILOG_TEST = examples(
 
 
 def _test(config_file: str | None, dry_run: bool, **given: Any) -> None:
-    more = {"module": True, "no_python": None}
-    start("headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, **more})
+    start("headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, "module": True, "no_python": None})
 
 
 _TEST_PARAMS = [

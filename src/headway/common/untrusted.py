@@ -198,14 +198,14 @@ class Seal:
     """
 
     def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
-        import hmac  # brings OpenSSL, which most of who reads here has no use for
-
-        self._secret, self._digest, self._is_same = secret, hmac.digest, hmac.compare_digest
+        self._secret = secret
         self.strangers = strangers
 
     def derive(self, salt: str) -> str:
         """A secret of its own for each salt, in hexadecimal."""
-        return self._digest(self._secret, salt.encode(), "sha256").hex()
+        import hmac  # with OpenSSL, which most commands have no use for
+
+        return hmac.digest(self._secret, salt.encode(), "sha256").hex()
 
     def close(self, place: str, content: bytes) -> bytes:
         """The content with its proof; it opens at the same place only."""
@@ -213,10 +213,14 @@ class Seal:
 
     def open(self, place: str, sealed: bytes) -> bytes | None:
         """What was closed at this place; None for anything else, which whoever asks has to note."""
+        import hmac
+
         content = sealed[SIZE:]
-        return content if self._is_same(sealed[:SIZE], self._proof(place, content)) else None
+        return content if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)) else None
 
     def _proof(self, place: str, content: bytes) -> bytes:
+        import hmac
+
         name = place.encode()
-        proof = self._digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
+        proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
         return proof[: SIZE // 2].hex().encode()

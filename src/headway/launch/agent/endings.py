@@ -256,8 +256,7 @@ def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None 
 def _is_alike(one: RankExit, other: RankExit) -> bool:
     if one.record is None or other.record is None:
         return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
-    is_same = (one.record.kind, one.line) == (other.record.kind, other.line)
-    return is_same and not one.record.is_consequence
+    return (one.record.kind, one.line) == (other.record.kind, other.line) and not one.record.is_consequence
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -187,8 +187,7 @@ class HangWatch:
         found = [view for view in found if (view.rank, _LINGERS) not in self._said]
         if not found:
             return
-        ranks = {view.rank for view in found}
-        late = [worker for worker in workers if worker.rank in ranks]
+        late = [worker for worker in workers if worker.rank in {view.rank for view in found}]
         for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
             self._said.add((view.rank, _LINGERS))
             self._say(f"headway: {judge.lateness(view)}. It is waited for")

@@ -99,6 +99,17 @@ def test_it_gets_its_own_arguments_and_its_prints_stay_out_of_the_json(tmp_path)
     assert "train.py" in found["peak_line"] or found["peak_line"] == ""
 
 
+def test_a_file_beside_it_that_is_called_as_a_module_of_pythons_does_not_keep_the_page(tmp_path):
+    beside, page = tmp_path / "beside", tmp_path / "page.html"
+    beside.mkdir()
+    (beside / "html.py").write_text("raise AssertionError('of the user')")
+    (beside / "train.py").write_text(script())
+    more = ["--script", "beside/train.py", "--device", "t4", "--page", str(page)]
+    command = [sys.executable, "-m", "headway", "estimate", *more]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert (ended.returncode, page.exists()) == (0, True), ended.stderr[-3000:]
+
+
 def test_a_value_that_is_read_is_named(tmp_path):
     found = forecast_of(tmp_path, script(after="total = loss.item()"))
     assert any("train.py:25" in each and "taken as 1" in each for each in found["caveats"])
