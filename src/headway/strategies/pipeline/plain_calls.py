@@ -236,9 +236,9 @@ class PlainCalls:
         for number in range(batch.num):
             own = [tensor for tensor in chunk.outputs[number] if tensor.requires_grad]
             rows = own[0].shape[0] if own and own[0].ndim else 0
-            here: Any = slice(first, first + rows) if batch.num > 1 else ...
+            here = slice(first, first + rows) if batch.num > 1 else None
             chunk.gradients[number] = [
-                torch.zeros_like(part) if tensor.grad is None else tensor.grad[here]
+                torch.zeros_like(part) if (grad := tensor.grad) is None else grad if here is None else grad[here]
                 for tensor, part in zip(learning, own)
             ]
             first += rows

@@ -252,13 +252,13 @@ class ModuleTrial:
 
             return note
 
-        with ExitStack() as stack:
-            for name, part in self._watched.items():
-                stack.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
-            try:
+        try:
+            with ExitStack() as stack:
+                for name, part in self._watched.items():
+                    stack.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
                 run.out = _first(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
-            except Exception:  # whatever a forward may raise, it is no call of this module
-                return None
+        except Exception:  # whatever a forward, or who takes no hooks, may raise: it is no call of this module
+            return None
         return run if run.is_once else None
 
 

@@ -1,6 +1,7 @@
 """Where a model is cut into stages, and which stages hold what."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from headway import PipelineOptions
 from headway.config.mesh import Layout, check_served, parse
 from headway.config.parallelism import SCHEDULES
 from headway.errors import ConfigError, PrepareError, UnsupportedError
+from headway.strategies.pipeline.plain_calls import PlainCalls
+from headway.strategies.pipeline.runner import PipelineBatch
 from headway.strategies.pipeline.stages import find_stages
 from tests.distributed.layouts import GPT
 
@@ -93,3 +96,12 @@ def test_layouts_with_a_pipeline():
         check_served(parse("ep=2+pp=2+fsdp").resolve(8))
     assert Layout(pp=2, shard=2).stages == [range(2), range(2, 4)]
     assert [list(group) for group in Layout(pp=2, replicate=2).groups("pp")] == [[0, 2], [1, 3]]
+
+
+def test_a_sparse_gradient_of_what_a_stage_returns():
+    joined = torch.ones(2, 3, requires_grad=True)
+    whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
+    chunk = SimpleNamespace(outputs={0: [joined]}, gradients={})
+    pending = SimpleNamespace(whole=[whole], joined=[joined])
+    PlainCalls._share_out(chunk, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
+    assert chunk.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]

@@ -139,6 +139,17 @@ def test_what_cannot_be_called_alone_is_not_split() -> None:
     assert found(transformers_model("MptForCausalLM", d_model=16, n_layers=2, n_heads=4)).plan is None
 
 
+class WithoutHooks(nn.LayerNorm):
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no hooks")
+
+
+def test_what_takes_no_hooks_cannot_be_tried() -> None:
+    block = FlatBlock()
+    block.norm_q = WithoutHooks(4)
+    assert found(Stack(lambda: block)).plan is None
+
+
 def arranged(model: nn.Module) -> list[str]:
     options = replace(found(model), sequence_parallel=True)
     cuts = plans.read(model, SplitAxis(None, None, 0, 2), options)
