@@ -9,6 +9,7 @@ folder, or the cache of the Hub (nothing is downloaded).
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of
 from headway.weights.shards import TensorSpec, is_same, raw_bytes, widest_first, write_file
 
-log = get_logger(__name__)
+log = get_logger("headway.weights.published")  # apart: HEADWAY_LOG_LEVEL lets no rank tell of each file that it writes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -123,14 +124,11 @@ def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int 
     """Write the files; returns their names."""
     kept, tied = untied(tensors)
     shards = _shards_of(kept, max_shard_size)
-    names = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else names
     with ExitStack() as stack:  # no file is replaced before all are written
         for file, shard in zip(names, shards):
-            log.logger.info("writing %s", folder / file)  # on every rank that writes
+            logging.getLogger(__name__).info("writing %s", folder / file)
             staged = stack.enter_context(replacing(folder / file))
             part = {name: kept[name] for name in shard}
             _verify(staged, part, _write(staged, part, tied))

@@ -1,6 +1,9 @@
 """Weights on disk: one file or shards, nothing stale beside them, tied tensors once, read back by others' loaders."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -161,3 +164,11 @@ def test_a_file_is_no_folder(tmp_path, safe):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         Accelerator(cpu=True).save_model(nn.Linear(1, 1), tmp_path / "file", safe_serialization=safe)
+
+
+def test_a_log_level_in_the_environment_lets_no_rank_tell_of_each_file(tmp_path):
+    code = "import sys, torch; from headway.weights.export import save_weights as save; save([('a', torch.ones(1))], sys.argv[1], 9)"
+    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True,
+                          env={**os.environ, "HEADWAY_LOG_LEVEL": "info"})  # fmt: skip
+    assert names(tmp_path) == ["model.safetensors"]
+    assert "writing" not in told.stderr

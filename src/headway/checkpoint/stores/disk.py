@@ -125,7 +125,7 @@ class DiskStore:
     def point_latest(self) -> None:
         """Let the file `latest` beside the checkpoint name it."""
         with replacing(self.folder.parent / LATEST) as staged:
-            write_forced(staged, f"{self.folder.name}\n".encode())
+            write_forced(staged, os.fsencode(f"{self.folder.name}\n"))
         sync_folder(self.folder.parent)
 
     # ---------------------------------------------------------------- find

@@ -17,7 +17,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from headway.common import env
 from headway.common.callsite import stack
@@ -100,11 +99,7 @@ class _RegistrationWatch(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if (
-                isinstance(error, MetaModelError)
-                or "meta" not in str(error)
-                or not any(map(_is_meta, tree_leaves((args, kwargs))))
-            ):
+            if isinstance(error, MetaModelError) or "meta" not in str(error) or not _any_meta((args, kwargs)):
                 raise
             raise MetaModelError(_explanation(func, error, self.is_whole)) from error
 
@@ -241,6 +236,12 @@ def _is_meta(value: Any) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         return value.is_meta
+
+
+def _any_meta(values: Any) -> bool:
+    if isinstance(values, dict | list | tuple):  # of any class of the user's
+        return any(map(_any_meta, values.values() if isinstance(values, dict) else values))
+    return _is_meta(values)
 
 
 def _explanation(func: Callable[..., Any], error: Exception, is_whole: bool) -> str:

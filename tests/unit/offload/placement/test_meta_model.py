@@ -161,6 +161,21 @@ def test_a_constructor_that_reads_a_value_is_named():
         Outer(Branching)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_values_that_are_asked_for_are_named_within_containers_of_the_users_own_classes(kind):
+    class Values(kind):
+        pass
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+            self.sizes = torch.tensor(Values([self.scale]))
+
+    with pytest.raises(MetaModelError, match="Reader at"), init_empty_weights():
+        Reader()
+
+
 @pytest.mark.parametrize("read", ["tolist", "numpy", "cpu"])
 def test_every_way_to_read_a_value_gives_the_same_error(read):
     class Reader(nn.Module):
