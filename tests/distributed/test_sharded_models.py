@@ -209,7 +209,7 @@ def without_memory() -> None:
     with torch.device("meta"):
         model = Measured()
     units = find_units(model, ShardingOptions())
-    inner = accelerator.strategy._shard(model, units)  # type: ignore[attr-defined]
+    inner = accelerator.strategy._shard(model, units, (), ())  # type: ignore[attr-defined]
     largest = fill(model, inner, torch.device("cpu"), accelerator.collectives)
     assert largest == 64 * 67 * 4
     assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())

@@ -14,7 +14,7 @@ from tests.distributed.layouts import Curve, Task, by_hand, difference, prepared
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_plan import loss, sgd
 
-CLOSE = 2e-6
+CLOSE = 4e-6
 """Losses are about 4: 5e-7 of them."""
 ULYSSES = TorchContextParallelConfig(cp_style="ulysses")
 

@@ -89,7 +89,7 @@ def test_a_config_alone(run, folder):
     read = parse_bytes(re.search(r"read for each token: (.*)", said)[1])
     measured = parse_bytes(re.search(r"main memory (\S+ \S+)/s", said)[1])
     rate = float(re.search(r"([\d.,]+) tokens/s", rows["bfloat16"])[1].replace(",", ""))
-    assert rate == pytest.approx(measured / read, rel=0.02)
+    assert rate == pytest.approx(measured / read, rel=0.05)  # printed with one decimal
 
 
 def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
