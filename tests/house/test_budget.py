@@ -2,7 +2,7 @@
 
 from scripts import lines
 
-BUDGET = 55_490
+BUDGET = 55_491
 """Lines of code in src, without docstrings, comments and blanks; whoever raises this says why in DECISIONS.md."""
 
 

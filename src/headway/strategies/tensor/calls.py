@@ -56,15 +56,18 @@ class LocalParameters:
         for holder in self._modules:
             held: dict[str, Any] = holder._parameters
             for key, value in held.items():
-                if value is None or not is_lendable(value):
-                    continue
-                is_whole = value.placements[-1].is_replicate()
-                if is_whole or not self._only_whole:
-                    local = value.to_local()
-                    if is_whole and self._is_partial:
-                        local = crossings.spread(local, self._axis)
-                    self._lent.append((holder, key, value, local))
-                    held[key] = local
+                if value is not None and is_lendable(value):
+                    is_whole = value.placements[-1].is_replicate()
+                    if not self._only_whole or is_whole:
+                        self._lend(holder, key, value, is_whole)
+
+    def _lend(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
+        # A function of its own: in the loop, over a dict that it changes, TorchDynamo traces into `to_local` and breaks the graph.
+        local = value.to_local()
+        if is_whole and self._is_partial:
+            local = crossings.spread(local, self._axis)
+        self._lent.append((holder, key, value, local))
+        holder._parameters[key] = local
 
     def after(self, *_: Any) -> None:
         """Put the DTensors where they were, however the forward has ended; what it has put there itself stays."""
