@@ -54,3 +54,23 @@ def test_cuda_graphs_on_a_cpu_are_said_to_change_nothing(caplog):
 
 def test_a_backend_of_ones_own_is_taken_as_it_is():
     compiling.check_toolchain(TorchDynamoPlugin(lambda graph, inputs: graph.forward), CPU)
+
+
+# That the copies are enough is tested on a card: tests/gpu/test_compiled.py.
+@pytest.mark.parametrize(
+    ("settings", "accumulates", "num_hooks"),
+    [
+        ({"mode": "reduce-overhead"}, True, 2),
+        ({"mode": "max-autotune"}, True, 2),
+        ({"options": {"triton.cudagraphs": True}}, True, 2),
+        ({"mode": "reduce-overhead"}, False, 0),
+        ({"mode": "max-autotune-no-cudagraphs"}, True, 0),
+        ({}, True, 0),
+    ],
+    ids=str,
+)
+def test_gradients_in_a_graphs_memory_are_copied_where_they_are_added_up(monkeypatch, settings, accumulates, num_hooks):
+    monkeypatch.setattr(compiling, "check_toolchain", lambda *_: None)
+    model = torch.nn.Linear(2, 2)
+    compiling.compile_model(model, TorchDynamoPlugin("inductor", **settings), CUDA, accumulates=accumulates)
+    assert sum(len(parameter._backward_hooks or ()) for parameter in model.parameters()) == num_hooks
